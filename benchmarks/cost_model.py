@@ -2,7 +2,7 @@
 
 Symbols: R rows (batch × tokens), w width, f hidden size, T tokens, P parameters, d the dimension of a factor. A product
 of (m, k) with (k, n) is 2mkn operations, and F is a forward pass. Every formula is derived where it is used; constants
-that the library decides by (``DUAL_RATIO``, ``WIDE``, ``LEAF``) are read from the library. Numbers are float32.
+that the library decides by (``DUAL_RATIO``, ``MIN_BLOCKED_WIDTH``, ``LEAF``) are read from it. Numbers are float32.
 
 A :class:`Work` takes ``max(operations / rate, bytes / bandwidth) + calls · latency``; the rates are measured, not
 assumed (``calibrate`` in ``benchmarks/scaling.py``). Calls, which decide at small sizes, are not derived: they are
@@ -18,7 +18,7 @@ from itertools import pairwise
 from typing import Literal
 
 from hyperkron.curvature.kfac.factors import few_rows
-from hyperkron.kernels.linalg import LEAF, WIDE
+from hyperkron.kernels.linalg import LEAF, MIN_BLOCKED_WIDTH
 
 FLOAT = 4
 INNER_STEPS = 10
@@ -138,7 +138,7 @@ def sides(layer: Layer) -> tuple[Side, Side]:
 
 def gram_share(d: int, device: str) -> float:
     """In four block rows with only the blocks on and right of the diagonal, (4+3+2+1)/16 of the products: 5/8."""
-    least = WIDE.get(device)
+    least = MIN_BLOCKED_WIDTH.get(device)
     return 5 / 8 if least is not None and d >= least else 1.0
 
 

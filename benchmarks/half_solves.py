@@ -46,11 +46,11 @@ def as_on_gpu() -> Iterator[None]:
 
     replaced: list[tuple[Any, str, Any]] = [
         (kfac, "tf32_products", lambda device: True),
-        (inverse, "factorize", lambda m, lean=False, own=False: linalg._scaled(m.clone(), 16)),
+        (inverse, "factorize", lambda m, lean=False, overwrite=False: linalg._scaled(m.clone(), 16)),
         (grams, "_stays_half", lambda rows, dtype: rows.dtype in HALF_TYPES),
         (grams, "_plus_half_gram", plus_gram),
         *((module, "splits", split) for module in (split_products, linalg)),
-        *((factors, name, 8) for name in ("LEAST", "LEAST_ROWS")),
+        *((factors, name, 8) for name in ("MIN_SIZE", "MIN_ROWS")),
         (half_inverses, "NARROWEST", 16),
     ]
     with ExitStack() as patches:

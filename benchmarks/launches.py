@@ -128,9 +128,9 @@ def as_on_gpu(shrink: int = SHRINK) -> Iterator[None]:
     Sizes that decisions depend on are divided by ``shrink``, as the network's width and batch are.
     """
 
-    def factorize(matrices: torch.Tensor, lean: bool, own: bool) -> Any:
+    def factorize(matrices: torch.Tensor, lean: bool, overwrite: bool) -> Any:
         count, n, _ = matrices.shape
-        few = count <= linalg.FEW and n <= 2 * linalg.LARGE_LEAF // shrink
+        few = count <= linalg.FEW_MATRICES and n <= 2 * linalg.LARGE_LEAF // shrink
         leaf = (linalg.LARGE_LEAF if few and not lean else linalg.LEAF) // shrink
         leaf = n if n in (27, 147) else leaf  # stems keep their size
         with split_products.full_precision():
@@ -157,11 +157,11 @@ def as_on_gpu(shrink: int = SHRINK) -> Iterator[None]:
         return mean, scale
 
     replaced = [
-        (linalg, "WIDE", {}),
+        (linalg, "MIN_BLOCKED_WIDTH", {}),
         (layers.ConvLayer, "_examples_per_chunk", examples),
         (layers.ConvLayer, "input_gram", lambda self, x: None),
         (inverse, "_common_sizes", lambda sizes, *_: {n: n + 1 if n + 1 in sizes else n for n in sizes}),  # 2 %
-        (diagonals, "WAITING", diagonals.WAITING // shrink**2),
+        (diagonals, "MAX_WAITING", diagonals.MAX_WAITING // shrink**2),
         (diagonals, "_batch_norm_statistics", statistics),
         (inverse, "factorize", factorize),
         (inverse, "_alone", lambda factor: False),

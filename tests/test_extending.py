@@ -122,7 +122,7 @@ def test_a_curvature_is_made_definite_to_precondition(monkeypatch: pytest.Monkey
 
 
 def test_a_curvature_says_what_it_is_for() -> None:
-    with pytest.raises(hk.HyperkronError, match="SquaredGradient makes no sense in SOBA"):
+    with pytest.raises(hk.HyperkronError, match="SquaredGradient cannot be used in SOBA"):
         hk.algorithms.SOBA(curvature=SquaredGradient())
     with pytest.raises(hk.HyperkronError, match="graph=True does not work with SquaredGradient and CG"):
         hk.Implicit(SquaredGradient(), hk.solvers.CG(), graph=True)

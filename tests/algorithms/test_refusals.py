@@ -17,7 +17,7 @@ from quadratic import Quadratic
         (lambda: hk.AID("kfac"), "hypergradient='kfac' is a str"),
         (lambda: hk.AID(hk.curvature.KFAC()), "Implicit"),
         (lambda: hk.algorithms.aid_cg(inner_steps=0), "inner_steps=0"),
-        (lambda: hk.algorithms.SOBA(curvature=hk.curvature.KFAC()), "KFAC makes no sense in SOBA"),
+        (lambda: hk.algorithms.SOBA(curvature=hk.curvature.KFAC()), "KFAC cannot be used in SOBA"),
         (lambda: hk.algorithms.FSLA(curvature=hk.curvature.EKFAC()), "AmIGO"),
         (lambda: hk.algorithms.AmIGO(hypergradient=hk.cg(3)), "warm_start=True"),
         (lambda: hk.algorithms.AmIGO(hypergradient=hk.neumann(3)), "cannot be warm-started"),

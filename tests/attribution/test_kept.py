@@ -50,7 +50,7 @@ def method(fisher: Any = "rademacher", fallback: Any = "zero") -> hk.Implicit:
 def without(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep nothing: every step has a pass of its own."""
     monkeypatch.setattr(Task, "_keeping", lambda *_: None)
-    monkeypatch.setattr(EKFAC, "_keeps", lambda *_: False)
+    monkeypatch.setattr(EKFAC, "_keeps_gradients", lambda *_: False)
 
 
 def drawn_alike(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,7 +163,7 @@ def test_a_v_that_may_be_used_up_gives_the_same(kind: str, penalised: bool) -> N
     with Point(problem, model, hyper, batch(), batch()) as point:
         form = weighting.structure(point, point.inner())
         expected = adjoint(point, v, form).cross
-        point.gives_vectors, given = True, dict(v)
+        point.consumes_vectors, given = True, dict(v)
         torch.testing.assert_close(adjoint(point, given, form).cross, expected, rtol=0, atol=0)
     assert bool(given) is penalised
 
@@ -189,7 +189,7 @@ def test_a_v_that_may_be_used_up_serves_one_precision() -> None:
     with Point(hk.BilevelProblem(weighted, weighted), model, hyper, rows, rows) as point:
         form = weighting.structure(point, point.inner())
         adjoint(point, dict(v), form)
-        point.gives_vectors = True
+        point.consumes_vectors = True
         with pytest.raises(NoAdjointError, match="Linear is called in two precisions"):
             adjoint(point, dict(v), form)
 

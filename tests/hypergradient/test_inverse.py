@@ -66,7 +66,7 @@ def test_dual_and_primal_equal_the_plain_formula(
     split: Any, low_rank: bool, keep: bool, alone: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     delta = 1e-3
-    monkeypatch.setattr(inverse_module, "ALONE", 1 if alone else 10**9)
+    monkeypatch.setattr(inverse_module, "UNBATCHED_SIZE", 1 if alone else 10**9)
     given = factors(low_rank)
     before = {name: [dense(x).clone() for x in pair] for name, pair in given.items()}
     inverses, status, good = factored_inverses(given, dict.fromkeys(given, delta), split, TRUE, CPU, keep=keep).wait()
@@ -109,7 +109,7 @@ def test_halved_systems_give_the_same_hypergradient(monkeypatch: pytest.MonkeyPa
     """What a GPU does with large factors, on small ones."""
     given = factors(False)
     before = factored_inverses(given, dict.fromkeys(given, 1e-3), "pi", TRUE, CPU).wait()[0].solve(right_hand_sides())
-    monkeypatch.setattr(inverse_module, "factorize", lambda m, lean, own: linalg._halved(m, leaf=4))
+    monkeypatch.setattr(inverse_module, "factorize", lambda m, lean, overwrite: linalg._halved(m, leaf=4))
     after = factored_inverses(given, dict.fromkeys(given, 1e-3), "pi", TRUE, CPU).wait()[0].solve(right_hand_sides())
     for name in before:
         torch.testing.assert_close(after[name], before[name], rtol=1e-9, atol=1e-9)
@@ -129,7 +129,7 @@ def test_systems_enlarged_for_alignment_give_the_same(
     """What a GPU does with sizes that tensor cores do not take."""
     monkeypatch.setattr(inverse_module, "ALIGNED", {"cpu": (8, 4)})
     if halved:
-        monkeypatch.setattr(inverse_module, "factorize", lambda m, lean, own: linalg._halved(m, leaf=4))
+        monkeypatch.setattr(inverse_module, "factorize", lambda m, lean, overwrite: linalg._halved(m, leaf=4))
     given = factors(low_rank)
     inverses, _, _ = factored_inverses(given, dict.fromkeys(given, 1e-3), "pi", TRUE, CPU).wait()
     assert low_rank or {c.a.size for c in inverses.classes} == {16, 4, 56, 1}
@@ -140,25 +140,25 @@ def test_systems_enlarged_for_alignment_give_the_same(
 
 
 def test_large_factors_are_freed_one_by_one_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inverse_module, "ALONE", 1)
+    monkeypatch.setattr(inverse_module, "UNBATCHED_SIZE", 1)
     given, alive, plainly = factors(False), [], inverse_module.factorize
     watched = [weakref.ref(side) for pair in given.values() for side in pair if isinstance(side, Tensor)]
 
-    def counting(matrices: Tensor, lean: bool, own: bool) -> Any:
+    def counting(matrices: Tensor, lean: bool, overwrite: bool) -> Any:
         alive.append(sum(ref() is not None for ref in watched))
         return plainly(matrices)
 
     monkeypatch.setattr(inverse_module, "factorize", counting)
-    factored_inverses(given, dict.fromkeys(given, 1e-3), "pi", TRUE, CPU, own=True).wait()
+    factored_inverses(given, dict.fromkeys(given, 1e-3), "pi", TRUE, CPU, overwrite=True).wait()
     assert alive == list(range(len(watched), 0, -1))
 
 
 def test_a_factor_alone_that_fails_is_kept_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inverse_module, "ALONE", 1)
+    monkeypatch.setattr(inverse_module, "UNBATCHED_SIZE", 1)
     bad = torch.eye(3, dtype=DOUBLE)[None].clone()
     bad[0, 0, 0] = -1e-2  # damped by δ_A = 1e-2 it is singular; with ten times that it is not
     given: dict[str, tuple[Factor, Factor]] = {"bad": (bad, torch.eye(2, dtype=DOUBLE)[None].clone())}
-    inverses, status, good = factored_inverses(given, {"bad": 1e-4}, "plain", TRUE, CPU, own=True).wait()
+    inverses, status, good = factored_inverses(given, {"bad": 1e-4}, "plain", TRUE, CPU, overwrite=True).wait()
     assert status is Status.MORE_DAMPING and good
     found = inverses.solve({"bad": torch.ones(1, 2, 3, dtype=DOUBLE)})["bad"]
     damped = bad[0] + 0.1 * torch.eye(3, dtype=DOUBLE)
@@ -209,7 +209,7 @@ def test_a_late_failure_measures_the_same_factors_again(monkeypatch: pytest.Monk
     monkeypatch.setattr(Execution, "queued", True)
     true_factorize, calls = inverse_module.factorize, []
 
-    def failing(matrices: Tensor, lean: bool, own: bool) -> Any:
+    def failing(matrices: Tensor, lean: bool, overwrite: bool) -> Any:
         made, info = true_factorize(matrices)
         calls.append(len(calls))
         return made, torch.ones_like(info)

@@ -25,21 +25,21 @@ from hyperkron.trees import HALF_TYPES
 from replaying import PROBLEM, Batch, batch, close, network, outer, trained
 
 
-class Again:
+class RerunRecording:
     """In place of a CUDA graph: the function is called again, and its results are written over the first ones.
 
     Recordings share their memory, so results and vectors of all others are spoilt.
     """
 
     made = 0
-    all: ClassVar[list[Again]] = []
+    all: ClassVar[list[RerunRecording]] = []
 
     def __init__(self, function: Callable[[], Any], *, generators: Any = (), pool: Any = None) -> None:
         type(self).made += 1
         self.all.append(self)
         held = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
         self.function, self.point, self.pool = function, held["point"].cell_contents, None
-        self.taken: dict[str, Callable[[], Tensor]] = held["taken"].cell_contents
+        self.inputs: dict[str, Callable[[], Tensor]] = held["inputs"].cell_contents
         before = [(g, g.get_state()) for g in generators]
         self.outputs = function()
         for generator, state in before:
@@ -48,13 +48,13 @@ class Again:
     def replay(self) -> Any:
         for other in self.all:
             if other is not self:
-                for x in (*_tensors(other.outputs), *(place() for place in other.taken.values())):
+                for x in (*_tensors(other.outputs), *(place() for place in other.inputs.values())):
                     x.detach().fill_(torch.nan if x.is_floating_point() else 0)
         with self.point:
             new = self.function()
         with torch.no_grad():
-            for mine, its in zip(_tensors(self.outputs), _tensors(new), strict=True):
-                mine.copy_(its)
+            for target, source in zip(_tensors(self.outputs), _tensors(new), strict=True):
+                target.copy_(source)
         return self.outputs
 
 
@@ -72,10 +72,10 @@ def _check_finite_later(self: Execution, value: Tensor, error: Callable[[str], E
 @pytest.fixture(params=["cpu", replaying.GPU])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     solution._warned.clear()
-    Again.made, Again.all = 0, []
+    RerunRecording.made, RerunRecording.all = 0, []
     if request.param == "cpu":
         monkeypatch.setattr(graphs, "available", lambda device: True)
-        monkeypatch.setattr(passes, "Recording", Again)
+        monkeypatch.setattr(passes, "Recording", RerunRecording)
         monkeypatch.setattr(passes, "GeneratorCopies", replaying.Rewinds)
         monkeypatch.setattr(Execution, "queued", True)
         monkeypatch.setattr(Execution, "check_finite", _check_finite_later)
@@ -83,7 +83,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
         real = passes.Recording
 
         def counted(*args: Any, **options: Any) -> Any:
-            Again.made += 1
+            RerunRecording.made += 1
             return real(*args, **options)
 
         monkeypatch.setattr(passes, "Recording", counted)
@@ -110,17 +110,17 @@ def test_answers_are_those_of_the_ordinary_way(device: str, name: str) -> None:
     expected = trained(build(), device)
     method = build(graph="passes")
     close(trained(method, device), expected)
-    assert Again.made == recordings
+    assert RerunRecording.made == recordings
     assert isinstance(method._replays, passes.RecordedPasses) and method._replays._served >= 6
 
 
 def test_blocks_inverted_in_parts_are_those_of_all_together(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     build = METHODS["kfac, lean"][0]
     expected = trained(build(), device)
-    monkeypatch.setattr(inverse, "STRETCH", 1)
+    monkeypatch.setattr(inverse, "PART_SIZE", 1)
     method, parts = build(graph="passes"), []
-    real = inverse.stretches
-    monkeypatch.setattr(kfac, "stretches", lambda *given: parts.append(real(*given)) or parts[-1])
+    real = inverse.split_blocks
+    monkeypatch.setattr(kfac, "split_blocks", lambda *given: parts.append(real(*given)) or parts[-1])
     close(trained(method, device), expected)
     assert {len(part) for part in parts} == {2}
     bad = batch(3, device)
@@ -134,28 +134,28 @@ def test_parts_by_how_long_inverses_serve_and_by_allocator(
     setting: str, parts: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", setting)
-    monkeypatch.setattr(inverse, "STRETCH", 1)
+    monkeypatch.setattr(inverse, "PART_SIZE", 1)
     factors = {str(i): (torch.eye(2)[None], torch.eye(2)[None]) for i in range(12)}
     for kept, count in zip((False, True), parts, strict=True):
-        cut = inverse.stretches(factors, inverse.most_parts(kept))
+        cut = inverse.split_blocks(factors, inverse.max_parts(kept))
         assert [len(part) for part in cut] == [12 // count] * count
         assert [name for part in cut for name in part] == list(factors)
 
 
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Solves in half precision on small layers; for each of them whether it was in the memory of b."""
-    sizes = ((factors, "LEAST", 8), (factors, "LEAST_ROWS", 2), (half_inverses, "NARROWEST", 16))
+    sizes = ((factors, "MIN_SIZE", 8), (factors, "MIN_ROWS", 2), (half_inverses, "NARROWEST", 16))
     for module, name, value in sizes:
         monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(kfac, "tf32_products", lambda device: True)
-    monkeypatch.setattr(inverse, "factorize", lambda m, lean=False, own=False: linalg._halved(m.clone(), 8))
+    monkeypatch.setattr(inverse, "factorize", lambda m, lean=False, overwrite=False: linalg._halved(m.clone(), 8))
     monkeypatch.setattr(grams, "_stays_half", lambda rows, dtype: rows.dtype in HALF_TYPES)
     monkeypatch.setattr(grams, "_plus_half_gram", lambda total, rows: grams.gram(rows.float()))
     used, real = list[bool](), half_inverses.solve_both_sides
 
-    def noted(b: Any, a: Any, parts: list[Tensor], own: bool = False) -> list[Tensor]:
-        used.append(own)
-        return real(b, a, parts, own)
+    def noted(b: Any, a: Any, parts: list[Tensor], overwrite: bool = False) -> list[Tensor]:
+        used.append(overwrite)
+        return real(b, a, parts, overwrite)
 
     monkeypatch.setattr(factors, "solve_both_sides", noted)
     return used
@@ -180,7 +180,7 @@ def test_v_is_solved_in_the_memory_of_b(
     if device != "cpu":
         pytest.skip("the sizes of this test are not those of a GPU")
     used = _as_on_a_gpu(monkeypatch)
-    monkeypatch.setattr(inverse, "STRETCH", stretch)
+    monkeypatch.setattr(inverse, "PART_SIZE", stretch)
 
     def inner(model: Any, weights: Any, rows: Any) -> hk.losses.Loss:
         with torch.autocast("cpu", torch.bfloat16):
@@ -270,7 +270,7 @@ def test_batches_of_another_shape_take_the_ordinary_way_and_are_recorded_later(d
     build = METHODS["kfac"][0]
     expected = trained(build(), device, steps=14, size=size)
     close(trained(build(graph="passes"), device, steps=14, size=size), expected)
-    assert Again.made == 6
+    assert RerunRecording.made == 6
 
 
 def test_what_is_not_finite_is_named_and_the_next_step_is_right(device: str) -> None:

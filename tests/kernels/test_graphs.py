@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hyperkron.kernels.graphs import GeneratorCopies, Recording, places
+from hyperkron.kernels.graphs import GeneratorCopies, Recording, memory_key
 
 
 class _Generator:
@@ -120,9 +120,9 @@ def test_a_recording_that_fails_leaves_the_generator_alone(monkeypatch: pytest.M
 
 def test_a_replaced_part_and_a_new_hook_are_noticed() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    before = places(model)
-    assert places(model) == before
+    before = memory_key(model)
+    assert memory_key(model) == before
     model[1] = nn.Tanh()
-    replaced = places(model)
+    replaced = memory_key(model)
     model[1].register_forward_hook(lambda *_: None)
-    assert before != replaced != places(model)
+    assert before != replaced != memory_key(model)

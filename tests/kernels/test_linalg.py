@@ -36,7 +36,7 @@ def test_halving_solves_and_multiplies_like_the_dense_matrix(n: int) -> None:
         torch.testing.assert_close(made.solve(layout), made.solve(v), rtol=1e-9, atol=1e-10)
         assert torch.equal(v, before)
         mine = layout.clone()
-        assert made.solve(mine, own=True) is mine
+        assert made.solve(mine, overwrite=True) is mine
         torch.testing.assert_close(mine, made.solve(v), rtol=1e-9, atol=1e-10)
 
 
@@ -71,7 +71,7 @@ def test_scaled_matrices_have_a_small_triangle_and_the_same_answers(size: float)
     assert isinstance(made, linalg.Scaled) and not info.any() and made.size == 200
     assert torch.equal(made.scale.log2().round().exp2(), made.scale)  # multiplying by it rounds nothing
     triangle = made.scaled.lower(torch.eye(200, dtype=torch.float64).repeat(3, 1, 1)).abs().flatten(1).amax(1)
-    assert (triangle <= 2**linalg.LARGEST).all() and (triangle > 2**linalg.LARGEST / 4).all()
+    assert (triangle <= 2**linalg.MAX_EXPONENT).all() and (triangle > 2**linalg.MAX_EXPONENT / 4).all()
     plain, _ = linalg._halved(matrices.clone(), leaf=48)
     before = v.clone()
     for found in (made, linalg.load_factorization(made.state_dict())):
@@ -80,7 +80,7 @@ def test_scaled_matrices_have_a_small_triangle_and_the_same_answers(size: float)
         assert torch.equal(v, before)
     assert torch.equal(made.part(1, 3).solve(v[1:3]), made.solve(v)[1:3])
     mine = v.clone()
-    assert made.solve(mine, own=True) is mine and torch.equal(mine, made.solve(v))
+    assert made.solve(mine, overwrite=True) is mine and torch.equal(mine, made.solve(v))
     for name in ("forward", "backward"):
         halves = [torch.empty_like(v), torch.empty_like(v)]
         for one, out in zip((made, plain), halves, strict=True):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hyperkron.kernels.weight_casts import made_again
+from hyperkron.kernels.weight_casts import recast_in_backward
 from storages import Storages
 
 WIDTH, LAYERS = 256, 4
@@ -23,7 +23,10 @@ def network() -> nn.Sequential:
 
 def gradients(model: nn.Module, x: Tensor, again: bool, cache: bool = True) -> tuple[list[Tensor], int]:
     """Those of parameters, and the bytes that are alive before the backward pass."""
-    with made_again(model.parameters()) if again else nullcontext(), Storages([*model.parameters(), x]) as count:
+    with (
+        recast_in_backward(model.parameters()) if again else nullcontext(),
+        Storages([*model.parameters(), x]) as count,
+    ):
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
             loss = model(x).float().square().sum()
         alive = count.now
@@ -42,7 +45,7 @@ def test_second_derivatives_are_the_same() -> None:
     model, x = network(), torch.randn(2, 3, WIDTH)
 
     def twice(again: bool) -> list[Tensor]:
-        with made_again(model.parameters()) if again else nullcontext(), torch.autocast("cpu", torch.bfloat16):
+        with recast_in_backward(model.parameters()) if again else nullcontext(), torch.autocast("cpu", torch.bfloat16):
             loss = model(x).float().square().mean()
             first = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
             return list(torch.autograd.grad(sum(g.square().sum() for g in first), list(model.parameters())))  # type: ignore[arg-type]
@@ -52,7 +55,7 @@ def test_second_derivatives_are_the_same() -> None:
 
 def test_a_transposed_parameter_of_three_dimensions_is_kept() -> None:
     weight, x = torch.randn(3, 4, 5, requires_grad=True), torch.randn(5, 2, 4)
-    with made_again([weight]):
+    with recast_in_backward([weight]):
         cast = weight.to(torch.bfloat16).transpose(0, 2)  # (5, 4, 3)
         loss = (x.to(torch.bfloat16) @ cast).float().square().sum()
     [found] = torch.autograd.grad(loss, [weight])
@@ -66,7 +69,7 @@ def test_inside_of_a_checkpoint_and_of_frozen_weights_nothing_changes() -> None:
     model[2].weight.requires_grad_(False)
 
     def found(again: bool) -> tuple[Tensor, ...]:
-        with made_again(model.parameters()) if again else nullcontext(), torch.autocast("cpu", torch.bfloat16):
+        with recast_in_backward(model.parameters()) if again else nullcontext(), torch.autocast("cpu", torch.bfloat16):
             y = checkpoint(model[:4], x, use_reentrant=False)
             return torch.autograd.grad(model[4:](y).float().square().sum(), [x, model[0].weight, model[4].weight])
 

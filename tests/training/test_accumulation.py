@@ -16,7 +16,7 @@ import hyperkron as hk
 from hyperkron import cross, solution, trees
 from hyperkron.curvature.hessian import HessianOperator
 from hyperkron.evaluation.point import Point
-from hyperkron.training.accumulation import length, refuse_what_is_no_mean, split
+from hyperkron.training.accumulation import check_is_mean, length, split
 
 N, D, C = 13, 4, 3
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-14}
@@ -233,7 +233,7 @@ def test_what_is_no_mean_is_refused_under_autocast(name: str, inside: bool) -> N
     around = nullcontext() if inside else torch.autocast("cpu", torch.bfloat16)
     refused = nullcontext() if name == "mean" else pytest.raises(hk.HyperkronError, match="is not a mean over examples")
     with around, refused:
-        refuse_what_is_no_mean("inner", inner, model, nn.Module(), batch, set())
+        check_is_mean("inner", inner, model, nn.Module(), batch, set())
 
 
 @pytest.mark.parametrize("mean", [True, False])
@@ -248,7 +248,7 @@ def test_an_objective_that_needs_autocast_is_compared_under_it(mean: bool) -> No
         return hk.losses.cross_entropy(out.float(), batch[1]) if mean else out.float().logsumexp(-1).sum()
 
     with nullcontext() if mean else pytest.raises(hk.HyperkronError, match="is not a mean over examples"):
-        refuse_what_is_no_mean("inner", inner, model, nn.Module(), batch, set())
+        check_is_mean("inner", inner, model, nn.Module(), batch, set())
 
 
 def test_batch_norm_is_refused_in_training_only() -> None:

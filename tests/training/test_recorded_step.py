@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hyperkron.algorithms import inner_loop
-from hyperkron.algorithms.inner_loop import AT_REST, RecordedStep
+from hyperkron.algorithms.inner_loop import UNCHANGED_STEPS, RecordedStep
 
 GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))
-STEPS = 4 * AT_REST
+STEPS = 4 * UNCHANGED_STEPS
 
 
 class Baked:
@@ -92,7 +92,7 @@ def nothing(optimizer: torch.optim.Optimizer, t: int) -> None:
 
 
 def drop(optimizer: torch.optim.Optimizer, t: int) -> None:
-    if t == 2 * AT_REST:
+    if t == 2 * UNCHANGED_STEPS:
         optimizer.param_groups[0]["lr"] = 0.001
 
 
@@ -101,12 +101,12 @@ def every_step(optimizer: torch.optim.Optimizer, t: int) -> None:
 
 
 def load(optimizer: torch.optim.Optimizer, t: int) -> None:
-    if t == 2 * AT_REST:
+    if t == 2 * UNCHANGED_STEPS:
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
 def clear(optimizer: torch.optim.Optimizer, t: int) -> None:
-    if t == 2 * AT_REST:
+    if t == 2 * UNCHANGED_STEPS:
         optimizer.state.clear()
 
 
@@ -133,7 +133,7 @@ def test_a_step_that_counts_on_the_cpu_is_not_recorded(device: str) -> None:
 
 
 def fill(optimizer: torch.optim.Optimizer, t: int) -> None:
-    optimizer.param_groups[0]["lr"].fill_(0.01 / (t // (2 * AT_REST) + 1))
+    optimizer.param_groups[0]["lr"].fill_(0.01 / (t // (2 * UNCHANGED_STEPS) + 1))
 
 
 def test_a_step_size_in_a_tensor_on_the_cpu_is_a_setting(device: str) -> None:
@@ -143,7 +143,7 @@ def test_a_step_size_in_a_tensor_on_the_cpu_is_a_setting(device: str) -> None:
     expected, _ = trajectory(device, sgd, fill, recorded=False)
     found, flags = trajectory(device, sgd, fill, recorded=True)
     torch.testing.assert_close(found, expected)
-    assert flags[-1] and not flags[2 * AT_REST]
+    assert flags[-1] and not flags[2 * UNCHANGED_STEPS]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -154,7 +154,7 @@ def test_a_step_size_in_a_tensor_on_the_gpu_is_read_by_the_recorded_step() -> No
     expected, _ = trajectory("cuda", fused, fill, recorded=False)
     found, flags = trajectory("cuda", fused, fill, recorded=True)
     torch.testing.assert_close(found, expected)
-    assert flags[-1] and flags[2 * AT_REST]
+    assert flags[-1] and flags[2 * UNCHANGED_STEPS]
 
 
 def test_memory_that_is_cleared_is_noticed_where_the_first_parameter_has_none(device: str) -> None:
@@ -180,11 +180,11 @@ def test_a_hook_that_comes_later_is_called(device: str) -> None:
     called = []
 
     def hook(optimizer: torch.optim.Optimizer, t: int) -> None:
-        if t == 2 * AT_REST:
+        if t == 2 * UNCHANGED_STEPS:
             optimizer.register_step_post_hook(lambda *_: called.append(1))
 
     trajectory(device, momentum, hook, recorded=True)
-    assert len(called) == STEPS - 2 * AT_REST
+    assert len(called) == STEPS - 2 * UNCHANGED_STEPS
 
 
 def test_an_optimizer_with_hooks_steps_as_usual(device: str) -> None:

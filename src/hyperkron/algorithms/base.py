@@ -73,7 +73,7 @@ class State:
     """Everything the next step depends on.
 
     Attributes:
-        inner, outer: how θ and λ move.
+        inner, outer: the optimizers of θ and λ.
         loop: θ's own steps on J_in, by ``inner``.
         hypergradient: the algorithm's own copy, with its caches.
         step: how many steps have been done.
@@ -155,7 +155,7 @@ class State:
         return self.finish(result.outer_loss, result.grads, inner_loss, status=result.status, stats=result.stats)
 
     def skip(self) -> StepReport:
-        """Count a step that did nothing: θ, λ and memories stay, the counter and the schedules advance."""
+        """Count a skipped step: the counter and the schedules advance, θ, λ and all states stay."""
         report = StepReport(self.step, math.nan, None, 0.0, Status.SKIPPED)
         self._advance(None)
         return report
@@ -169,10 +169,10 @@ class State:
         self.step += 1
 
     def state_dict(self, *, copy_caches: bool = True) -> dict[str, Any]:
-        """All of it, with copies of θ and λ, as nested dictionaries of tensors, numbers, strings and None.
+        """The whole state, with copies of θ and λ, as nested dictionaries of tensors, numbers, strings and None.
 
-        ``copy_caches=False`` shares the hypergradient's tensors (factors, inverses, warm starts), which are replaced
-        and never written, with the live state.
+        ``copy_caches=False`` does not copy the tensors of the hypergradient (factors, inverses, warm starts), which are
+        replaced and never written.
         """
         hypergradient = {} if self.hypergradient is None else self.hypergradient.state_dict()
         hypergradient = copies(hypergradient) if copy_caches else hypergradient
@@ -216,9 +216,9 @@ class Algorithm(ABC):
     """A bilevel algorithm: configuration only; what it remembers is a :class:`State`.
 
     Args:
-        inner_rate: step size of θ, where no inner optimizer is given.
-        outer_rate: step size of λ, where no outer optimizer is given.
-        seed: of the algorithm's own randomness.
+        inner_rate: step size of θ if no inner optimizer is given.
+        outer_rate: step size of λ if no outer optimizer is given.
+        seed: seed of the algorithm's own random numbers.
     """
 
     inner_rate: Rate | float = 0.1
@@ -226,7 +226,7 @@ class Algorithm(ABC):
     seed: int = 0
 
     moves_hyper: ClassVar[bool] = True
-    """Whether λ moves; where it does not, ``hyper`` may be a module without parameters."""
+    """Whether λ moves; if not, ``hyper`` may be a module without parameters."""
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -238,7 +238,7 @@ class Algorithm(ABC):
             for kind, check in _CHECKS.items():
                 if kind in kinds:
                     check(one.name, value)
-        self.method()  # refuses what makes no sense
+        self.method()  # refuses arguments that do not fit
 
     def init(
         self,
@@ -256,9 +256,9 @@ class Algorithm(ABC):
         Args:
             problem: the two objectives.
             model: holds θ.
-            hyper: holds λ; may be ``None`` where λ does not move.
-            inner: what moves θ; ``None`` for gradient descent at ``inner_rate``.
-            outer: what moves λ; ``None`` for gradient descent at ``outer_rate``.
+            hyper: holds λ; may be ``None`` if λ does not move.
+            inner: optimizer of θ; ``None`` for gradient descent with ``inner_rate``.
+            outer: optimizer of λ; ``None`` for gradient descent with ``outer_rate``.
             project: the projection of λ, applied now and after every step.
             graph: replay θ's own steps as a CUDA graph; see :class:`InnerLoop`.
         """
@@ -282,11 +282,11 @@ class Algorithm(ABC):
         return getattr(self, "hypergradient", None)
 
     def prepare(self, state: State) -> None:  # noqa: B027 - most algorithms remember nothing more
-        """Put into ``state`` what this algorithm remembers."""
+        """Add to ``state`` what this algorithm remembers between steps."""
 
     @abstractmethod
     def step(self, state: State, batches: BatchSources) -> StepReport:
-        """One step: θ and λ move, ``state`` with them."""
+        """Take one step of θ and λ, and update ``state``."""
 
 
 def _check_hypergradient(name: str, value: object) -> None:
@@ -303,4 +303,4 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
     "Nonnegative": check_nonnegative,
     "Hypergradient": _check_hypergradient,
 }
-"""How a field is checked, by what its annotation says."""
+"""How a field is checked, by its annotation."""

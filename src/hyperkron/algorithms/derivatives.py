@@ -1,7 +1,7 @@
-"""What steps are made of: gradients, curvature products, cross terms and hypergradients, at any point of a state.
+"""The building blocks of algorithms: gradients, curvature products, cross terms and hypergradients of a state.
 
 Steps of θ are *live*: BatchNorm statistics advance and dropout draws new masks, as in ordinary training. Every other
-evaluation leaves the model's buffers as they were.
+evaluation leaves the model's buffers unchanged.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class FormulaParts:
 
 @contextmanager
 def placed(params: Tree, values: Tree) -> Iterator[None]:
-    """``params`` look at ``values`` inside the block; their own memory is never written."""
+    """Inside the block ``params`` have the values ``values``; their own memory is not written."""
     own = {name: p.data for name, p in params.items()}
     try:
         for name, p in params.items():
@@ -72,7 +72,7 @@ def placed(params: Tree, values: Tree) -> Iterator[None]:
 
 @contextmanager
 def elsewhere(state: State, theta: Tree, hyper: Tree) -> Iterator[None]:
-    """θ and λ look at other values inside the block."""
+    """Inside the block θ and λ have other values."""
     with placed(state.params, theta), placed(state.hypers, hyper):
         yield
 
@@ -127,7 +127,7 @@ def gradients(
 
 
 def descend(state: State, batches: BatchSources, steps: int) -> Tensor | None:
-    """``steps`` real steps of θ on J_in, each on a fresh batch; the loss before the last of them."""
+    """Take ``steps`` real steps of θ on J_in, each on a new batch; returns the loss before the last step."""
     loss = None
     for _ in range(steps):
         loss = state.loop.step(batches.inner())
@@ -135,13 +135,13 @@ def descend(state: State, batches: BatchSources, steps: int) -> Tensor | None:
 
 
 def alternate(state: State, batches: BatchSources, steps: int) -> StepReport:
-    """``steps`` steps of θ on J_in, then one of λ along the state's hypergradient: one step of AID and its kind."""
+    """``steps`` steps of θ on J_in, then one step of λ along the state's hypergradient: one step of AID."""
     inner_loss = descend(state, batches, steps)
     return state.follow(hypergradient(state, batches), inner_loss)
 
 
 def leader_first(state: State, batches: BatchSources, steps: int) -> StepReport:
-    """The same with λ first: the hypergradient is that of the θ before its ``steps`` steps."""
+    """The same with λ first: the hypergradient is computed before the ``steps`` steps of θ."""
     result = hypergradient(state, batches)
     state.outer.step(result.grads)
     inner_loss = descend(state, batches, steps)
@@ -149,9 +149,9 @@ def leader_first(state: State, batches: BatchSources, steps: int) -> StepReport:
 
 
 def advance(state: State, batches: Iterable[Any], *, drew: bool = False) -> None:
-    """What a training step leaves in the model and the random states, where its gradient left them alone.
+    """Advance buffers and random states as a training step does, after a gradient that left them unchanged.
 
-    BatchNorm's statistics advance; and where the gradient ``drew`` random numbers the next step will draw others.
+    BatchNorm statistics advance. If the gradient ``drew`` random numbers, the next step will draw new ones.
     """
     if drew:
         torch.rand((), device=state.generator.device)
@@ -162,7 +162,7 @@ def advance(state: State, batches: Iterable[Any], *, drew: bool = False) -> None
 
 
 def curvature_batch(state: State, batches: BatchSources) -> dict[str, Any]:
-    """A fresh batch to measure A on as the argument of ``compute``; nothing where A is measured on the inner one."""
+    """A new curvature batch as an argument of ``compute``; empty if A is measured on the inner batch."""
     if batches.curvature_source is None:
         return {}
     check_curvature_data(state, batches)
@@ -170,7 +170,7 @@ def curvature_batch(state: State, batches: BatchSources) -> dict[str, Any]:
 
 
 def check_curvature_data(state: State, batches: BatchSources) -> None:
-    """Refuse batches for a curvature that the algorithm does not measure."""
+    """Refuse curvature data if the algorithm measures no curvature."""
     method = state.hypergradient
     if batches.curvature_source is not None and not (method is not None and method.measures_curvature):
         what = (
@@ -185,7 +185,7 @@ def check_curvature_data(state: State, batches: BatchSources) -> None:
 
 
 def hypergradient(state: State, batches: BatchSources) -> HypergradientResult:
-    """dΦ/dλ at the current point on fresh batches, by the state's hypergradient."""
+    """dΦ/dλ at the current point on new batches, by the state's hypergradient."""
     method = state.hypergradient
     assert method is not None
     batch, outer_batch = batches.inners(method.inner_batches), batches.outer()
@@ -235,10 +235,10 @@ class PointDerivatives:
 
 @contextmanager
 def at_point(state: State) -> Iterator[PointDerivatives]:
-    """The derivatives at the current (θ, λ), which must stay there inside the block.
+    """The derivatives at the current (θ, λ), which must not change inside the block.
 
-    All of them see the same random numbers, and when the block ends the model and the random states are what they were:
-    draw batches before it.
+    All of them use the same random numbers. When the block ends, model and random states are restored, so draw batches
+    before it.
     """
     point = Point(state.problem, state.model, state.hyper, None, None, variables=(state.params, state.hypers))
     with point:
@@ -253,17 +253,17 @@ def _filled(found: Mapping[str, Tensor | None], like: Tree) -> Tree:
 
 
 def check_products(curvature: Curvature, algorithm: str) -> None:
-    """Refuse a curvature that has an inverse where v is followed by one product a step."""
+    """Refuse a curvature with an inverse in algorithms that update v by one product per step."""
     if not isinstance(curvature, Curvature) or curvature.invertible:
         raise HyperkronError(
-            f"curvature={type(curvature).__name__} makes no sense in {algorithm}, which follows v ≈ A⁻¹b by one "
-            "product with A a step: use Hessian() or GGN(); a curvature with an inverse needs no such v: use it in "
+            f"curvature={type(curvature).__name__} cannot be used in {algorithm}, which updates v ≈ A⁻¹b by one "
+            "product with A per step: use Hessian() or GGN(). Use a curvature with an inverse in "
             "AID(hyperkron.kfac(), …) or AmIGO(hypergradient=hyperkron.kfac(), …)."
         )
 
 
 def weighted_change(new: FormulaParts, old: FormulaParts, inner_share: float, outer_share: float) -> dict[str, Tree]:
-    """The change of SOBA's three directions between two points on one pair of batches, each batch by its share."""
+    """The change of SOBA's three directions between two points on the same batches, weighted by the batches' shares."""
 
     def change(part: str, share: float) -> Tree:
         return trees.scale(trees.add(getattr(new, part), getattr(old, part), alpha=-1.0), share)

@@ -1,8 +1,8 @@
-"""θ's own steps between two hypergradients, as fast as the device allows.
+"""Fast training steps of θ between two hypergradients.
 
 A small model on a large GPU waits for Python. An :class:`InnerLoop` records the forward and backward pass once as a
-CUDA graph and replays it, and can run it under autocast. The step of the optimizer, any of ``torch.optim``, is recorded
-as well where that is safe; otherwise it steps as usual.
+CUDA graph and replays it, and can run it under autocast. The step of the optimizer (any of ``torch.optim``) is recorded
+too if that is safe; otherwise it runs as usual.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from hyperkron.problem import BilevelProblem, Objective, check_problem
 from hyperkron.solution import HyperkronError, warn_once
 
 WARM_UP = 3
-"""Passes before recording, so that libraries have chosen their algorithms."""
-AT_REST = 3
-"""Steps of an optimizer whose settings have not changed before its step is recorded."""
+"""Passes before recording, in which libraries choose their algorithms."""
+UNCHANGED_STEPS = 3
+"""The optimizer's step is recorded after this many steps with the same settings."""
 
 
 class InnerLoop:
-    """Steps of θ on J_in: ``loss = loop.step(batch)``. Algorithms take theirs in this way, too.
+    """Steps of θ on J_in: ``loss = loop.step(batch)``. All algorithms use it for their steps of θ.
 
     Args:
         problem: its inner objective is minimised.
         model: holds θ.
-        hyper: holds λ; its values may change between steps, its parameters' memory must stay (optimizers keep it).
+        hyper: holds λ; its values may change between steps, but not the memory of its parameters.
         optimizer: of θ, alone or in :class:`hyperkron.algorithms.Updates` with a scheduler, clipping and autocast.
-        graph: replay the forward and backward pass as a CUDA graph. It needs batches of one shape (others take the
-            ordinary way) and an objective that never waits for the device; one that cannot be recorded takes the
-            ordinary way with a warning. In TF32 and half precision its convolutions run channels last, which rounds
-            otherwise. While its step size stays the same, or is a tensor, the optimizer's step is replayed, too, if it
-            is SGD or was made with ``capturable=True``. Without a GPU it has no effect.
+        graph: replay the forward and backward pass as a CUDA graph. This needs an objective that never waits for the
+            device; if it cannot be recorded, it runs eagerly, with a warning. Batches of other shapes than the first
+            run eagerly. In TF32 and half precision convolutions run in channels-last layout, which changes rounding.
+            The optimizer's step is replayed too, if it is SGD or was made with ``capturable=True`` and its step size
+            is a tensor or stays the same. Without a GPU it has no effect.
         autocast: run the objective in this dtype (``torch.bfloat16``) where torch considers it safe; θ stays float32.
 
     Example:
@@ -110,13 +110,14 @@ class InnerLoop:
     def replace_objective(self, inner: Objective) -> None:
         """Take steps on ``inner`` from now on; hypergradients keep the problem's own J_in.
 
-        It must have the same value and gradient to θ, and needs none to λ. It pays where J_in computes something from λ
-        alone, as rows made by a network: λ stands still between two hypergradients, so ``inner`` can keep it.
+        It must have the same value and gradient in θ; a gradient in λ is not needed. This saves time if J_in computes
+        something from λ alone, such as rows made by a network: λ does not change between two hypergradients, so
+        ``inner`` can compute it once.
         """
         self._objective, self._recorded = inner, None
 
     def step(self, batch: Any) -> Tensor:
-        """One optimizer step on ``batch``; J_in before the step, detached and not waited for."""
+        """Take one optimizer step on ``batch``; returns J_in before the step, detached, without waiting for it."""
         if not self._wants_graph:
             loss, step = self._pass(batch), None
         else:
@@ -125,7 +126,7 @@ class InnerLoop:
         return loss
 
     def _replay(self, batch: Any) -> tuple[Tensor, RecordedStep | None]:
-        """The pass as a recorded graph where the batch has its shape, else as usual; and the step that follows it."""
+        """J_in and the optimizer step that follows: replayed if the batch has the recorded shape, else eager."""
         if self._recorded is None:
             try:
                 self._recorded = _Recorded(self, batch)
@@ -158,7 +159,7 @@ class InnerLoop:
         return value.detach()
 
     def _value(self, batch: Any) -> Tensor:
-        """J_in; what is recorded takes the kernels chosen for that."""
+        """J_in; with special kernels if it is recorded."""
         if not self._wants_graph:
             return as_loss(self._objective(self.model, self.hyper, batch)).value
         try:
@@ -170,7 +171,7 @@ class InnerLoop:
                 differentiable=False,
                 recording=True,
             )
-        except LayoutError:  # before anything is recorded: recording begins with a warm-up
+        except LayoutError:  # happens in the warm-up, before the recording
             return self._value(batch)
 
 
@@ -194,13 +195,13 @@ class _Recorded:
         finally:
             with torch.no_grad():
                 for buffer, value in zip(buffers, saved, strict=True):
-                    buffer.copy_(value)  # warming up must leave no trace in running statistics
+                    buffer.copy_(value)  # the warm-up must not change running statistics
             torch.cuda.set_rng_state(random, loop.device)
         self.gradients = [(p, p.grad) for p in loop.params]
         self.step = RecordedStep(loop.optimizer.optimizer, self.recording.pool) if loop.optimizer.clip is None else None
 
     def replay(self, batch: Any) -> Tensor:
-        """The pass on ``batch``: J_in, with the gradients where the optimizer looks for them."""
+        """Replay the pass on ``batch``; returns J_in and sets the gradients of θ."""
         self.batch.fill(batch)
         loss = self.recording.replay()
         for p, gradient in self.gradients:
@@ -209,23 +210,20 @@ class _Recorded:
 
 
 class RecordedStep:
-    """An optimizer's step: as usual at first, recorded once the settings of the optimizer are at rest, then replayed.
+    """An optimizer's step, which is recorded after :data:`UNCHANGED_STEPS` steps with the same settings, and replayed.
 
-    When they change (a schedule, a state that is loaded or cleared) it steps as usual again until they are at rest. The
-    gradients must lie in the same memory at every call. An optimizer whose step computes on the CPU is never recorded.
-
-    Args:
-        optimizer: of ``torch.optim``.
-        pool: memory of the recording that leaves the gradients.
+    When settings change (a schedule, a state that is loaded or cleared), it runs eagerly again for as many steps. The
+    gradients must be in the same memory at every call. An optimizer whose step computes on the CPU is never recorded.
+    ``pool`` is the memory of the recording that computes the gradients.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, pool: Any = None) -> None:
         self.optimizer, self.pool = optimizer, pool
-        self._may = True
+        self._can_record = True
         self._recording: Recording[Any] | None = None
         self._settings: list[Any] = []
         self._memory: list[Any] = []
-        self._rested = 0
+        self._unchanged = 0
 
     @property
     def recorded(self) -> bool:
@@ -234,26 +232,26 @@ class RecordedStep:
 
     def __call__(self) -> None:
         """One step."""
-        if not (self._may and _recordable(self.optimizer)):  # hooks may have come since
+        if not (self._can_record and _recordable(self.optimizer)):  # hooks may have come since
             self.optimizer.step()
             return
         if self._changed():
-            self._recording, self._rested = None, 0
-        if self._recording is None and self._rested >= AT_REST:
+            self._recording, self._unchanged = None, 0
+        if self._recording is None and self._unchanged >= UNCHANGED_STEPS:
             self._record()
         if self._recording is None:
             self.optimizer.step()
-            self._rested += 1
+            self._unchanged += 1
         else:
             self._recording.replay()
 
     def _changed(self) -> bool:
-        """Whether settings are others than at the last call; tensors on the GPU are read by each replay."""
+        """Whether settings have changed since the last call; tensors on the GPU may change, replays read them."""
         values = [v for group in self.optimizer.param_groups for name, v in group.items() if name != "params"]
         tensors = [value for value in values if isinstance(value, Tensor)]
         settings = [value.tolist() if isinstance(value, Tensor) and not value.is_cuda else value for value in values]
         settings = [value for value in settings if not isinstance(value, Tensor)]
-        # loading a state replaces the dictionary of all, clearing it the tensors of the first parameter that has some
+        # loading a state replaces its dictionary; clearing it replaces the tensors of the first parameter
         state = self.optimizer.state
         memory = [
             state,
@@ -273,11 +271,11 @@ class RecordedStep:
         except RuntimeError as error:
             text = f"the step of {type(self.optimizer).__name__} could not be recorded as a CUDA graph ({error!s:.200})"
             warn_once(f"step-graph {error!s:.60}", f"{text}; it runs eagerly.")
-            self._may = False
+            self._can_record = False
 
 
 def _recordable(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether all that a step does is done on the GPU."""
+    """Whether the whole step runs on the GPU."""
     own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     if any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks)):
         return False

@@ -1,8 +1,8 @@
 """The cross term ∂²_λθ J_in · v: how the inner gradient along v changes with λ.
 
-:mod:`~hyperkron.cross.ways` computes it for any inner loss, :mod:`~hyperkron.cross.weighting` for one in which λ only
-weights examples and penalties, :mod:`~hyperkron.cross.adjoint` for such a loss in low precision, and
-:mod:`~hyperkron.cross.choice` decides which of them is right, and cheapest.
+:mod:`~hyperkron.cross.ways` computes it for any inner loss, :mod:`~hyperkron.cross.weighting` for losses in which λ
+only weights examples and penalties, and :mod:`~hyperkron.cross.adjoint` for such losses in low precision.
+:mod:`~hyperkron.cross.choice` chooses the cheapest way that is correct.
 """
 
 from hyperkron.cross.choice import Cross, Mode

@@ -1,13 +1,12 @@
-"""The cross term where λ weights examples, from one forward and one backward pass, in whatever precision they run.
+"""The cross term if λ weights examples, from one forward and one backward pass in any precision.
 
-A layer z = f(a; p) changes along v, through its own parameters, by its tangent f'(a; v), which is f(a; v) where it is
-linear in them. With c_n the loss of example n and g the gradient of Σ_n c_n at the layer's output,
+If the parameters of a layer z = f(a; p) move along v, its output changes by the tangent f'(a; v). This is f(a; v) if
+the layer is linear in p. With c_n the loss of example n and g the gradient of Σ_n c_n at the layer's output,
 
     c'_n = ⟨∂_θ c_n, v⟩ = Σ_layers ⟨g_n, f'(a_n; v)⟩ ,      X(v) = ∂_λ Σ_n w_n(λ) c'_n ,
 
-because no example has a share in the loss of another. Nothing is moved and nothing subtracted, so bfloat16 costs no
-more digits than it does in a gradient. The products with v take the place of those that would make the gradients of
-the weights, which are not computed.
+because no example contributes to the loss of another. θ is not moved and nothing is subtracted, so in bfloat16 the
+result is as precise as a gradient. The gradients of the weights are not computed; products with v replace them.
 """
 
 from __future__ import annotations
@@ -36,22 +35,22 @@ from hyperkron.solution import HyperkronError
 from hyperkron.trees import Tree
 
 Tangent = Callable[[Tensor, Tensor], Tensor]
-"""(input, output gradient g) of a call → entries that add up to ⟨g, f'(a; v)⟩, those of an example side by side."""
+"""(input, output gradient g) of a call → entries that add up to ⟨g, f'(a; v)⟩, grouped by example."""
 
 _NORMS, _MAPS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm), (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 LINEAR_FORWARDS = {kind.forward for kind in (*_NORMS, *_MAPS, *_TRANSPOSED)}
-"""Of layers that are linear in their parameters, besides Linear and Embedding; subclasses may have others."""
+"""Forward methods of layers that are linear in their parameters, besides Linear and Embedding."""
 _LINEAR: WeakSet[nn.Module] = WeakSet()
-"""Layers of other kinds that were seen to be."""
+"""Layers of other kinds that were found to be linear."""
 PROBES = (1.0, -1024.0)
-"""A layer is seen to be linear if f(a; c v) = c f'(a; v) for these c: near and far, and with the other sign."""
-WIDER = 2
-"""A layer with at least this many times as many outputs as inputs is multiplied by v from the side of its outputs."""
+"""A layer counts as linear if f(a; c v) = c f'(a; v) for these c, which differ in size and sign."""
+WIDE_RATIO = 2
+"""If a layer has at least this many times as many outputs as inputs, g is multiplied by v instead of the input."""
 
 
 class NoAdjointError(HyperkronError):
-    """A parameter is not used by a layer of its own, or the changes of examples cannot be told apart."""
+    """A parameter does not belong to a single layer, or the contributions of examples cannot be separated."""
 
     def __init__(self, why: str) -> None:
         super().__init__(f"the gradients at the layers do not give the cross term: {why}; use cross='auto'.")
@@ -59,7 +58,7 @@ class NoAdjointError(HyperkronError):
 
 def adjoint(point: Point, v: Tree, form: str) -> Weighted:
     """X(v), and c' by example; ``form`` is the structure of the loss (:func:`hyperkron.cross.weighting.structure`)."""
-    taps = _LayerHooks(point, v, own=point.gives_vectors and "p" not in form)  # penalties need v itself
+    taps = _LayerHooks(point, v, consume=point.consumes_vectors and "p" not in form)  # penalties need v itself
     with taps.attached():
         loss = point.inner()
         read = Read.of(form, point, loss, point.params)
@@ -69,7 +68,7 @@ def adjoint(point: Point, v: Tree, form: str) -> Weighted:
 
 
 def example_losses(loss: Loss, form: str) -> Tensor:
-    """The c_n whose changes :func:`adjoint` tells, attached to the graph."""
+    """The c_n whose changes :func:`adjoint` computes, attached to the graph."""
     return _by_example(_term(loss, form))[1]
 
 
@@ -81,7 +80,7 @@ def _term(loss: Loss, form: str) -> Term:
 
 
 def _by_example(term: Term) -> tuple[Tensor, Tensor]:
-    """w_n, one number per example, and c_n: its row losses times what of their weights λ does not reach."""
+    """w_n, one number per example, and c_n: its row losses times the weights that do not depend on λ."""
     live = [x for x in term.factors if isinstance(x, Tensor) and x.requires_grad]
     rest: list[Any] = [x for x in term.factors if not any(x is y for y in live)]
     for x in live:
@@ -93,9 +92,9 @@ def _by_example(term: Term) -> tuple[Tensor, Tensor]:
 
 
 class _LayerTap(torch.autograd.Function):
-    """The identity on a layer's output; hands the gradient that passes through, with the layer's input, to ``receive``.
+    """The identity on a layer's output; passes its gradient and the layer's input to ``receive``.
 
-    The input is saved as autograd saves its own, so that activation checkpoints compute it again.
+    The input is saved with autograd's own mechanism, so that activation checkpoints recompute it.
     """
 
     @staticmethod
@@ -113,15 +112,15 @@ class _LayerTap(torch.autograd.Function):
 
 
 class _LayerHooks:
-    """Hooks on all layers that hold parameters of θ, and the changes that they add up to.
+    """Hooks on all layers that hold parameters of θ; they compute c', the changes of the losses along v.
 
-    Where v is their ``own``, it is emptied, and each layer's part rounded in the forward pass as products will need it.
+    With ``consume`` the tree v is emptied, and each layer's part is rounded in the forward pass to save memory.
     """
 
-    def __init__(self, point: Point, v: Tree, own: bool = False) -> None:
-        self.device, self.readable, self.own = point.device, not point.recording, own
+    def __init__(self, point: Point, v: Tree, consume: bool = False) -> None:
+        self.device, self.readable, self.consume = point.device, not point.recording, consume
         self.layers = _layers(point, v)
-        if own:
+        if consume:
             v.clear()
         sizes = (len(x) for _, x in tensors_of("", point.inner_batch) if x.dim() > 0)
         self.examples = next(sizes, 1)
@@ -131,7 +130,7 @@ class _LayerHooks:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """The hooks stay during the backward pass, where activation checkpoints call layers again."""
+        """Attach the hooks, also for the backward pass, in which activation checkpoints call layers again."""
         handles = []
         try:
             for module, v in self.layers.items():
@@ -144,19 +143,19 @@ class _LayerHooks:
                 handle.remove()
 
     def backward(self, losses: Tensor) -> Tensor:
-        """c' of the examples whose ``losses`` these are."""
+        """c' of the examples with these ``losses``."""
         self.count, self.dtype, self.changes = len(losses), losses.dtype, [losses.new_zeros(len(losses)).detach()]
         torch.autograd.grad(losses.sum(), [self.token], allow_unused=True)
         return torch.stack(self.changes).sum(0)
 
     def _autocast(self) -> torch.dtype | None:
-        """The dtype of the autocast in force."""
+        """The dtype of the active autocast, or ``None``."""
         kind = self.device.type
         on = torch.is_autocast_enabled(kind) and not WithoutAutocast.entered
         return torch.get_autocast_dtype(kind) if on else None
 
     def _narrow(self, module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """The input as autocast would make it: one copy of it is kept, not two."""
+        """Cast the input as autocast would, so that one copy of it is kept and not two."""
         dtype = self._autocast()
         return (given[0].to(dtype), *given[1:]) if dtype and given and given[0].dtype == torch.float32 else None
 
@@ -166,12 +165,12 @@ class _LayerHooks:
         inputs = (*given, *named.values())
         if not isinstance(output, Tensor) or len(inputs) != 1 or not isinstance(inputs[0], Tensor):
             raise NoAdjointError(f"{type(module).__name__} has more than one input or output")
-        if not output.requires_grad:  # under no_grad: the loss does not see this call
+        if not output.requires_grad:  # under no_grad: the loss does not depend on this call
             return output
-        if output.dim() > 1 and len(output) == 1:  # the same for all examples, as positions are: each gets its own
+        if output.dim() > 1 and len(output) == 1:  # shared by all examples, such as positions: expand it
             output = output.expand(self.examples, *output.shape[1:])
         if _is_linear(module):
-            if self.own and "weight" in v:
+            if self.consume and "weight" in v:
                 if v["weight"].dtype.itemsize < output.dtype.itemsize:
                     raise NoAdjointError(f"{type(module).__name__} is called in two precisions")
                 v["weight"] = v["weight"].to(output.dtype)
@@ -183,7 +182,7 @@ class _LayerHooks:
         return _LayerTap.apply(output, self.token, inputs[0], partial(self._receive, tangent))
 
     def _receive(self, tangent: Tangent, g: Tensor, x: Tensor) -> None:
-        on = torch.is_autocast_enabled(self.device.type)  # asking is cheaper than leaving it
+        on = torch.is_autocast_enabled(self.device.type)  # the check is cheaper than always disabling it
         with torch.autocast(self.device.type, enabled=False) if on else nullcontext():
             found = tangent(x, g)
             if found.shape[0] % self.count:
@@ -192,7 +191,7 @@ class _LayerHooks:
 
 
 def _layers(point: Point, v: Tree) -> dict[nn.Module, dict[str, Tensor]]:
-    """The modules that hold θ, with v by the names that their parameters have in them."""
+    """The modules that hold θ, each with its part of v by local parameter name."""
     names = {id(p): name for name, p in point.params.items()}
     found: dict[nn.Module, dict[str, Tensor]] = {}
     for module in point.model.modules():
@@ -221,14 +220,14 @@ def _linear(weight: Tensor | None, bias: Tensor | None, x: Tensor, g: Tensor) ->
         assert bias is not None
         return torch.mv(g.flatten(0, -2), bias.to(g.dtype)).reshape(g.shape[:-1])
     weight, x = weight.to(g.dtype), x.to(g.dtype)
-    if weight.shape[0] >= WIDER * weight.shape[1]:
+    if weight.shape[0] >= WIDE_RATIO * weight.shape[1]:
         products = (g @ weight) * x
         return products if bias is None else torch.cat([products, g * bias.to(g.dtype)], -1)
     return g * F.linear(x, weight, None if bias is None else bias.to(g.dtype))
 
 
 def _embedding(weight: Tensor, padding: int | None, index: Tensor, g: Tensor) -> Tensor:
-    """⟨g, v at the rows looked up⟩; the row of the padding has no gradient."""
+    """⟨g, rows of v that were looked up⟩; the row of the padding has no gradient."""
     products = g * F.embedding(index, weight)
     return products if padding is None else products.masked_fill((index == padding)[..., None], 0.0)
 
@@ -236,9 +235,9 @@ def _embedding(weight: Tensor, padding: int | None, index: Tensor, g: Tensor) ->
 def _any_layer(
     module: nn.Module, v: dict[str, Tensor], autocast: torch.dtype | None, readable: bool, x: Tensor, g: Tensor
 ) -> Tensor:
-    """⟨g, f'(a; v)⟩ of a layer of another kind: by f(a; v) where it is known to be linear, else by forward mode.
+    """⟨g, f'(a; v)⟩ of a layer of another kind: by f(a; v) if it is known to be linear, else by forward mode.
 
-    Forward mode through a layer takes many times as long as the layer; the first time it tells whether that is linear.
+    Forward mode takes many times as long as the layer itself, so its first use checks whether the layer is linear.
     """
     with torch.autocast(x.device.type, autocast) if autocast else nullcontext():
         if type(module).forward in LINEAR_FORWARDS or module in _LINEAR:
@@ -251,7 +250,7 @@ def _any_layer(
 
 
 def _along(module: nn.Module, x: Tensor, v: dict[str, Tensor], times: float = 1.0) -> Tensor:
-    """f(a; c v), with zero for parameters that are not among θ."""
+    """f(a; c v), with zeros for parameters that are not part of θ."""
     found: Tensor = _at(
         module, x, {n: times * v[n] if n in v else 0 * p for n, p in module._parameters.items() if p is not None}
     )
@@ -259,7 +258,7 @@ def _along(module: nn.Module, x: Tensor, v: dict[str, Tensor], times: float = 1.
 
 
 def _scales(module: nn.Module, x: Tensor, v: dict[str, Tensor], tangent: Tensor, times: float) -> bool:
-    """Whether f(a; c v) is c times the tangent, to the rounding of its dtype."""
+    """Whether f(a; c v) is c times the tangent, up to the rounding of its dtype."""
     tolerance, wanted = 4 * torch.finfo(tangent.dtype).eps, times * tangent
     found = _along(module, x, v, times)
     return torch.allclose(found, wanted, rtol=tolerance, atol=tolerance * float(wanted.abs().max()))
@@ -273,7 +272,7 @@ def _by_forward_mode(module: nn.Module, x: Tensor, v: dict[str, Tensor]) -> Tens
 
 
 def _at(module: nn.Module, x: Tensor, values: dict[str, Tensor]) -> Any:
-    """The layer's output with these in place of its parameters."""
+    """The layer's output with ``values`` as its parameters."""
     parameters: dict[str, Any] = module._parameters
     own = dict(parameters)
     try:

@@ -1,8 +1,7 @@
-"""Which way to the cross term is taken: one that is right for the inner loss, decided once and kept.
+"""Chooses how to compute the cross term: a way that is correct for the inner loss, decided once and kept.
 
-The truth is what double backward gives: everything that the inner loss stops (``detach()``, ``no_grad``,
-straight-through estimators) is a constant. So a way that moves θ is taken only where the structure of the loss makes it
-right, and is looked at.
+Double backward is the reference: whatever the inner loss stops (``detach()``, ``no_grad``, straight-through estimators)
+is a constant. So a way that moves θ is used only if the structure of the loss makes it correct, and it is checked.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ from hyperkron.validation import check_one_of, check_positive
 
 Mode = Literal["auto", "reverse", "forward", "difference"]
 
-NOTICEABLE = 0.05
-"""Relative error of a finite difference of a given radius (SAMA's) above which a warning says so: an angle of 3°."""
+WARN_ABOVE = 0.05
+"""A finite difference with a given radius (SAMA) warns above this relative error, which is an angle of 3°."""
 ADJOINT_AGREEMENT = 0.1
-"""By how much changes from the gradients at layers may differ from those from the gradients of weights, by rounding."""
+"""The largest difference that rounding explains between changes by :mod:`~hyperkron.cross.adjoint` and by gradients."""
 
 
 @dataclass(frozen=True)
 class _Found:
-    """X(v) by a way, and the changes along v it was made of; by how much these two change with the radius."""
+    """X(v) and the changes along v it was computed from; ``error`` and ``spread`` are how they vary with the radius."""
 
     way: Way
     cross: Tree
@@ -54,22 +53,23 @@ class _Found:
 class Cross:
     """How the cross term is computed.
 
-    ``auto`` decides on the first call, and whenever the inner loss is another function or has another structure. After
-    every 100 calls it checks its decision, and may then move to a more exact way, never back.
+    ``auto`` decides on the first call, and again if the inner loss changes its function or structure. After every 100
+    calls it checks its decision and may change to a more exact way, never back.
 
-    - Where λ only weights examples or penalties (:mod:`hyperkron.cross.weighting`): the finite difference of the row
-      losses at two radii, whose distance is its error; where that is too large at every radius, forward mode,
-      and for models in TF32 the difference in full float32. A backward pass tells whether the row losses move as their
-      gradients say; if not, the next way is tried, and last double backward.
-    - There, if the model runs in half precision or under autocast, a difference is lost in rounding. The changes of
-      the losses come from the gradients at the layers instead (:mod:`hyperkron.cross.adjoint`), if they agree with
-      those of the weights; else from forward mode.
-    - Where λ does more: double backward; if that is impossible forward mode, and last a difference, with a warning.
-    - θ in half precision is too coarse for a small step: no difference is tried but one with θ in float32; θ itself
-      moves only where nothing else works, with a warning. So too for ``difference``.
+    - If λ only weights examples or penalties (:mod:`hyperkron.cross.weighting`): a finite difference of the row losses.
+      The difference between two radii is its error estimate. If the error is too large at every radius: forward mode,
+      and for models in TF32 the difference in full float32. A backward pass checks whether the row losses change as
+      their gradients say. If not, the next way is tried, and finally double backward.
+    - The same if the model runs in half precision or under autocast: a difference would be mostly rounding. So the
+      changes come from the gradients at the layers (:mod:`hyperkron.cross.adjoint`), if these agree with the gradients
+      of the weights; otherwise from forward mode.
+    - If λ does more than weight: double backward; if that is impossible, forward mode; finally a difference, with a
+      warning.
+    - θ in half precision cannot represent a small step. A difference then uses a float32 copy of θ; θ itself is moved
+      only if nothing else works, with a warning. The same holds for ``difference``.
 
-    ``difference`` and ``forward`` are compared with the gradients likewise, and replaced by double backward, with a
-    warning, where gradients are stopped so that they would be wrong.
+    ``difference`` and ``forward`` are compared with the gradients in the same way. If stopped gradients make them
+    wrong, double backward is used instead, with a warning.
 
     Args:
         mode: ``auto``, ``reverse``, ``forward`` or ``difference``.
@@ -100,7 +100,7 @@ class Cross:
         inner = inner_key(point.problem, point.model, point.hyper)
         decided = state.decided(inner)
         if state.inner not in (None, inner):
-            state.mode = ""  # nothing of it holds
+            state.mode = ""  # the decision was for another loss
         state.inner, state.calls = inner, state.calls + 1
         if decided:
             try:
@@ -120,39 +120,39 @@ class Cross:
         return state.mode in (self.mode, "reverse")
 
     def _decide(self, point: Point, v: Tree, state: CrossState) -> Tree:
-        if self.mode == "reverse" or state.mode == "reverse":  # exact: there is nothing to look at again
+        if self.mode == "reverse" or state.mode == "reverse":  # exact, so there is nothing to check
             return state.settle(Way("reverse"), reverse(point, v))
         radius = self._radii(point)[0]
         if float(trees.norm(v)) == 0:
             mode = state.mode or ("forward" if self.mode == "forward" else "difference")
             found = state.settle(Way(mode, state.weights, radius, state.full), difference(point, v, 1.0))
-            state.calls = 0  # zero tells nothing: the next call decides
+            state.calls = 0  # v = 0 gives no information: the next call decides
             return found
         loss = point.inner()
         form = weighting.structure(point, loss)
-        form = form if point.problem.group.all(bool(form)) else ""  # of all processes, or of none
+        form = form if point.problem.group.all(bool(form)) else ""  # all processes, or none
         coarse = half(point) or in_half_precision(loss.value)
         if form and self.mode != "forward":
-            unmoved = half(point) or (coarse and self.mode == "auto")  # by the ways that will be tried
-            moves = unmoved or state.weights == f"{form}m"  # and will again, also if it does not here
+            unmoved = half(point) or (coarse and self.mode == "auto")  # the ways that will be tried do not move θ
+            moves = unmoved or state.weights == f"{form}m"  # weights that moved once are expected to move again
             form = f"{form}m" if moves else _with_motion(point, v, radius, form)
         if self.mode == "forward":
             chosen = self._forward(point, v, loss, form)
         elif self.mode == "difference" and not half(point):
             chosen = self._difference(point, v, loss, form)
         else:
-            cross = replace(self, radius=None) if half(point) else self  # a given one may be lost in rounding
+            cross = replace(self, radius=None) if half(point) else self  # a given radius may be lost in rounding
             if form:
                 chosen = cross._cheapest(point, v, loss, _weighted_ways(point, form, state, coarse))
             else:
-                del loss  # and its graph
+                del loss  # frees its graph
                 chosen = cross._exact_if_possible(point, v)
         return state.settle(chosen.way, chosen.cross, chosen.error)
 
     # --- auto ------------------------------------------------------------------------------------------------------
 
     def _cheapest(self, point: Point, v: Tree, loss: Loss, ways: list[Way]) -> _Found:
-        """Where λ only weights: the first of ``ways`` that is exact enough and right; else double backward."""
+        """If λ only weights: the first of ``ways`` that is accurate and correct; else double backward."""
         best: _Found | None = None
         stopped, reasons = False, list[str]()
         for way in ways:
@@ -161,7 +161,7 @@ class Cross:
                 continue
             best = found if best is None or found.error < best.error else best
             if found.error <= precision(point).tolerance:
-                stopped = not _moves_by_gradient(point, v, loss, found)  # or at a kink: forward mode may be right
+                stopped = not _moves_by_gradient(point, v, loss, found)  # or at a kink, where forward mode may work
                 if not stopped:
                     return found
         exact = self._tried(point, v, Way("reverse"), reasons)
@@ -172,7 +172,7 @@ class Cross:
         return best
 
     def _exact_if_possible(self, point: Point, v: Tree) -> _Found:
-        """Where λ does more than weight: an exact way if there is one."""
+        """If λ does more than weight: an exact way if there is one, else a difference with a warning."""
         reasons: list[str] = []
         for mode in ("reverse", "forward") if self.mode == "auto" else ("forward", "reverse"):
             exact = self._tried(point, v, Way(mode), reasons)
@@ -193,14 +193,14 @@ class Cross:
             _warn_inexact(best.error, reasons)
         return best
 
-    # --- what was asked for ----------------------------------------------------------------------------------------
+    # --- forward and difference ------------------------------------------------------------------------------------
 
     def _forward(self, point: Point, v: Tree, loss: Loss, form: str) -> _Found:
-        """Forward mode, where its tangents are what the gradients say."""
+        """Forward mode if its tangents agree with the gradients, else double backward."""
         reasons: list[str] = []
         try:
             found = self._searched(point, v, Way("forward", form))
-        except ChangedError:  # where θ carries no gradient, the loss is another
+        except ChangedError:  # the loss is different if θ requires no gradient
             exact = self._tried(point, v, Way("reverse"), reasons)
             if exact is None:
                 raise
@@ -209,7 +209,7 @@ class Cross:
         return found if right else self._replaced(self._tried(point, v, Way("reverse"), reasons), reasons) or found
 
     def _difference(self, point: Point, v: Tree, loss: Loss, form: str) -> _Found:
-        """The finite difference of a given radius, where one of a small radius shows it to be right."""
+        """The finite difference with the given radius if one with a small radius is correct, else double backward."""
         fine, reasons = Cross(), list[str]()
         near = fine._searched(point, v, Way("difference", form))
         if form:
@@ -228,10 +228,10 @@ class Cross:
         cross = _computed(point, v, way).cross
         away = _distance(cross, near.cross)
         error = max(away, near.error)
-        if error > NOTICEABLE and form and in_half_precision(loss.value):  # small steps are lost in rounding, not this
+        if error > WARN_ABOVE and form and in_half_precision(loss.value):  # perhaps only the small step was inaccurate
             exact = self._tried(point, v, Way("adjoint", form), reasons, needed=False)
             error = error if exact is None else _distance(cross, exact.cross)
-        if error > NOTICEABLE:
+        if error > WARN_ABOVE:
             warn_once(
                 "cross-radius",
                 f"the finite-difference cross term at radius {way.radius:g} has an error of about {error:.0%}; "
@@ -240,7 +240,7 @@ class Cross:
         return replace(near, way=way, cross=cross, error=error)
 
     def _replaced(self, exact: _Found | None, reasons: list[str]) -> _Found | None:
-        """``exact``, double backward, in place of the way asked for, which would be wrong: a warning says so."""
+        """``exact`` (double backward) instead of the requested way, which would be wrong; warns once."""
         if exact is None:
             _warn_stopped(reasons)
             return None
@@ -261,10 +261,9 @@ class Cross:
         return (FLOAT32 if full and usual is not FLOAT64 else usual).radii
 
     def _tried(self, point: Point, v: Tree, way: Way, reasons: list[str], *, needed: bool = True) -> _Found | None:
-        """X(v) by ``way``; ``None`` and the reason where that is impossible.
+        """X(v) by ``way``; if that is impossible, ``None``, with the reason added to ``reasons``.
 
-        The plain difference works always, or there is no answer. Running out of memory is a reason only where the way
-        is not ``needed``.
+        Errors of the plain difference, the last resort, are raised, and so are memory errors if the way is ``needed``.
         """
         refusals = (UndifferentiableError if way.mode == "reverse" else HyperkronError, RuntimeError)
         try:
@@ -278,7 +277,7 @@ class Cross:
             return None
 
     def _searched(self, point: Point, v: Tree, way: Way) -> _Found:
-        """X(v) by ``way``; of a difference, at the first radius that agrees with the next, or else at the best."""
+        """X(v) by ``way``; a difference uses the first radius that agrees with the next one, or else the best one."""
         if way.mode != "difference":
             found = _computed(point, v, way)
             return _Found(way, found.cross, found.changes)
@@ -299,8 +298,8 @@ class Cross:
 
 
 def _with_motion(point: Point, v: Tree, radius: float, form: str) -> str:
-    """:func:`hyperkron.cross.weighting.with_motion`; empty where the loss cannot be evaluated, or is another, if θ
-    carries no gradient: as with penalties of those parameters that require one."""
+    """:func:`hyperkron.cross.weighting.with_motion`; empty if the loss fails or changes when θ requires no gradient,
+    as with penalties on parameters that require one."""
     try:
         return weighting.with_motion(point, v, radius, form)
     except torch.OutOfMemoryError:
@@ -310,12 +309,12 @@ def _with_motion(point: Point, v: Tree, radius: float, form: str) -> str:
 
 
 def _by_pass(point: Point, v: Tree, way: Way) -> Tree:
-    """X(v) by a way that was decided on."""
+    """X(v) by the chosen way, as a pass that can be recorded."""
     return point.run(Pass("cross term", lambda at, given: _computed(at, given, way).cross, v, key=lambda: way))
 
 
 def _computed(point: Point, v: Tree, way: Way) -> Weighted:
-    """X(v) by ``way``, and the changes along v it was made of."""
+    """X(v) by ``way``, and the changes along v it was computed from."""
     if way.mode == "reverse":
         return Weighted(reverse(point, v), [])
     if way.mode == "adjoint":
@@ -331,9 +330,9 @@ def _computed(point: Point, v: Tree, way: Way) -> Weighted:
 
 
 def _weighted_ways(point: Point, form: str, state: CrossState, coarse: bool) -> list[Way]:
-    """The ways to try where λ only weights, the cheapest first, from the one that was last decided for.
+    """The ways to try if λ only weights, cheapest first, starting with the last decision.
 
-    Where the inner loss is ``coarse``, partly in half precision, a difference is mostly rounding.
+    If the inner loss is ``coarse`` (partly in half precision), a difference is mostly rounding.
     """
     plain, exact, full = Way("difference", form), Way("forward", form), Way("difference", form, full=True)
     finer = [full] if tf32(point) else []
@@ -342,7 +341,7 @@ def _weighted_ways(point: Point, form: str, state: CrossState, coarse: bool) -> 
     elif coarse:
         ways = [Way("adjoint", form), exact, plain]
     else:
-        ways = [plain, *finer, exact] if point.small else [plain, exact, *finer]  # small models wait less for Python so
+        ways = [plain, *finer, exact] if point.small else [plain, exact, *finer]  # forward mode costs more Python time
     kinds = [(way.mode, way.full) for way in ways]
     now = (state.mode, state.full)
     return ways[kinds.index(now) :] if now in kinds else ways
@@ -352,7 +351,7 @@ def _moves_by_gradient(point: Point, v: Tree, loss: Loss, found: _Found) -> bool
     """Whether the row losses change along v as their gradients say, beyond rounding and their own error."""
     if found.changes.numel() == 0:
         return True
-    if found.way.mode == "forward" and point.drawn():  # dropout of the kernels that have tangents
+    if found.way.mode == "forward" and point.drawn():  # kernels with tangents draw other dropout masks
         loss = point.inner(differentiable=True)
     by_example = found.way.mode == "adjoint"
     rows = (example_losses if by_example else weighting.row_losses)(loss, found.way.form)
@@ -364,8 +363,8 @@ def _moves_by_gradient(point: Point, v: Tree, loss: Loss, found: _Found) -> bool
 
 def _tangent_is_slope(point: Point, v: Tree, tangent: Tensor) -> bool:
     """Whether J_in's tangent along v is ⟨∂_θ J_in, v⟩; ``no_grad`` stops gradients, but not tangents."""
-    told, size, _ = slope(point, v)
-    gap, scale = abs(float(tangent) - float(told)), max(abs(float(tangent)), abs(float(told)))
+    expected, size, _ = slope(point, v)
+    gap, scale = abs(float(tangent) - float(expected)), max(abs(float(tangent)), abs(float(expected)))
     return gap <= precision(point).agreement * scale + weighting.rounding(point) * float(size * trees.norm(v))
 
 
@@ -378,7 +377,7 @@ def _distance(found: Tree, wanted: Tree) -> float:
 def _warn_stopped(reasons: list[str]) -> None:
     warn_once(
         "cross-stopped",
-        "the inner loss changes along v otherwise than its gradient says (through detach(), no_grad or "
+        "the inner loss does not change along v as its gradient says (because of detach(), no_grad or "
         "requires_grad inside it), so only cross='reverse' would be right, but an operation of the model "
         f"cannot be differentiated twice ({'; '.join(reasons)}); use an eager implementation.",
     )

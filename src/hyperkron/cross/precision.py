@@ -1,4 +1,4 @@
-"""How far changes along v can be trusted, by the precision in which the model runs."""
+"""How accurate changes along v are, by the precision in which the model runs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hyperkron.trees import HALF_TYPES
 
 
 class Precision(NamedTuple):
-    """What follows from the precision in which the model runs."""
+    """Radii and tolerances for one precision of the model."""
 
-    radii: tuple[float, ...]  # of finite differences, to be tried; coarse weights lose a small step
+    radii: tuple[float, ...]  # of finite differences, in the order they are tried; low precision needs larger ones
     tolerance: float
-    """Relative error at which a finite difference is exact enough; 5 % is an angle of 3°. Models of smooth activations
-    stay far below, those of ReLU and batch norm come close."""
-    agreement: float  # by how much changes along v may differ from what gradients say, by rounding
-    exact: float  # how near a finite difference comes to an exact way where nothing is stopped
+    """The largest relative error of an acceptable finite difference; 5 % is an angle of 3°. Models with smooth
+    activations stay far below, models with ReLU and batch norm come close."""
+    agreement: float  # the largest difference to the gradients that rounding explains
+    exact: float  # the same between a finite difference and an exact way
 
 
 FLOAT64 = Precision((1e-4, 1e-5, 1e-6), tolerance=1e-6, agreement=1e-6, exact=1e-5)
@@ -29,7 +29,7 @@ HALF = Precision((1e-1, 3e-2, 1e-2, 3e-3), tolerance=0.05, agreement=0.25, exact
 
 
 def precision(point: Point) -> Precision:
-    """Of the model at ``point``."""
+    """The precision of the model at ``point``."""
     if point.dtype == torch.float64:
         return FLOAT64
     if point.autocast is not None or any(p.dtype in HALF_TYPES for p in point.model.parameters()):  # frozen ones, too
@@ -38,6 +38,6 @@ def precision(point: Point) -> Precision:
 
 
 def tf32(point: Point) -> bool:
-    """Whether float32 products may run in TF32, which costs time to avoid."""
+    """Whether the model's float32 products may run in TF32."""
     on_gpu = point.device.type == "cuda" and point.dtype == torch.float32
     return on_gpu and (tf32_products(point.device) or torch.backends.cudnn.allow_tf32)

@@ -1,4 +1,4 @@
-"""What was decided about the cross term, and for which inner loss."""
+"""The decision how to compute the cross term, and for which inner loss it was made."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from hyperkron.problem import BilevelProblem
 from hyperkron.trees import Tree
 
 RECHECK = 100
-"""A way that is not double backward is looked at again after this many calls, for a model in training changes."""
+"""A way other than double backward is checked again after this many calls, because a model in training changes."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way to the cross term."""
+    """A way to compute the cross term."""
 
     mode: str  # reverse, forward, difference or adjoint
-    form: str = ""  # which weights of the inner loss λ reaches, where it does nothing else
+    form: str = ""  # which weights of the inner loss depend on λ, if nothing else does
     radius: float = 0.0  # of a finite difference
-    full: bool = False  # in full float32, where the model runs in TF32 or is held in half precision
+    full: bool = False  # use full float32, for a model in TF32 or half precision
 
 
 @dataclass
 class CrossState:
-    """What was decided, so that later calls and a resumed run do the same."""
+    """The decision, so that later calls and a resumed run do the same."""
 
     mode: str = ""
     weights: str = ""  # the form of the way
@@ -53,34 +53,34 @@ class CrossState:
             self.mode = ""  # of a version that did not look at the structure of the loss
 
     def decided(self, inner: Hashable) -> bool:
-        """Whether a call for the inner loss of this :func:`inner_key` has nothing to decide.
+        """Whether the decision holds for a call with the inner loss of this :func:`inner_key`.
 
-        The first inner loss after a resume is taken to be the one that it was decided for.
+        The first inner loss after a resume is assumed to be the one of the decision.
         """
         return self.inner in (None, inner) and bool(self.mode) and self.calls % RECHECK != 0
 
     @property
     def way(self) -> Way:
-        """The way decided for."""
+        """The chosen way."""
         return Way(self.mode, self.weights, self.radius, self.full)
 
     def settle(self, way: Way, cross: Tree, error: float = 0.0) -> Tree:
-        """Write a decision down; ``cross``, what it gave, is returned."""
+        """Store a decision, and return ``cross``."""
         self.mode, self.weights, self.radius, self.full, self.error = way.mode, way.form, way.radius, way.full, error
         return cross
 
 
-def described(function: Any, depth: int = 4) -> Hashable:
-    """What tells one function from another: its code and the flags, texts, whole numbers and functions it refers to.
+def function_key(function: Any, depth: int = 4) -> Hashable:
+    """A key that distinguishes functions: code, and the flags, strings, integers and functions it refers to.
 
-    Tensors, modules and other objects count by their type and their own flags.
+    Tensors, modules and other objects are represented by their type and their own flags.
     """
     if function is None or isinstance(function, (bool, int, str, type)):
         return function
     kind = f"{type(function).__module__}.{type(function).__qualname__}"
     if depth == 0:
         return kind
-    deeper = functools.partial(described, depth=depth - 1)
+    deeper = functools.partial(function_key, depth=depth - 1)
     if isinstance(function, functools.partial):
         named = tuple((name, deeper(x)) for name, x in sorted(function.keywords.items()))
         return deeper(function.func), tuple(map(deeper, function.args)), named
@@ -101,14 +101,14 @@ def described(function: Any, depth: int = 4) -> Hashable:
 
 
 def inner_key(problem: BilevelProblem, model: nn.Module, hyper: nn.Module) -> Hashable:
-    """What tells one inner loss from another: the function, and what of θ and λ changes its structure or precision."""
+    """A key that distinguishes inner losses: the function, and the properties of θ and λ that affect its structure."""
     names, dtypes = tuple(name for name, _ in hyper.named_parameters()), {p.dtype for p in model.parameters()}
     switched = switches((*model.modules(), *hyper.modules()))
-    return described(problem.inner), type(model), switched, frozenset(dtypes), type(hyper), names
+    return function_key(problem.inner), type(model), switched, frozenset(dtypes), type(hyper), names
 
 
 def _held(cell: types.CellType) -> tuple[Any, ...]:
-    """What a cell of a closure holds: one thing, or nothing yet."""
+    """The content of a closure's cell as a tuple; empty if it is not filled yet."""
     try:
         return (cell.cell_contents,)
     except ValueError:

@@ -1,10 +1,11 @@
-"""Three ways to the cross term X(v) = ∂_λ ⟨∂_θ J_in(λ, θ), v⟩ of any inner loss.
+"""Three ways to compute the cross term X(v) = ∂_λ ⟨∂_θ J_in(λ, θ), v⟩ of any inner loss.
 
-- ``reverse``: differentiate the gradient's graph again; exact, the most memory;
-- ``forward``: one forward pass with tangent v on θ, then ∂_λ of the tangent; exact but for what ``no_grad`` stops;
-- ``difference``: [∂_λ J_in(θ + εv) − ∂_λ J_in(θ − εv)] / 2ε with ε = radius/‖v‖ and θ detached. Works with every
-  model; its error is O(radius²) plus rounding/radius, and it moves what the inner loss holds constant. A θ in half
-  precision cannot make so small a step: it is moved in float32 where the model accepts that.
+- ``reverse``: differentiate the gradient's graph again. Exact, but needs the most memory.
+- ``forward``: one forward pass with tangent v on θ, then ∂_λ of the tangent. Exact, except that ``no_grad`` does not
+  stop tangents.
+- ``difference``: [∂_λ J_in(θ + εv) − ∂_λ J_in(θ − εv)] / 2ε with ε = radius/‖v‖ and θ detached. Works with every model.
+  Its error is O(radius²) plus rounding/radius, and it also moves values that the inner loss treats as constants. Half
+  precision cannot represent such small steps, so θ is moved in float32 if the model accepts that.
 """
 
 from __future__ import annotations
@@ -59,9 +60,9 @@ def forward(point: Point, v: Tree) -> Tree:
 def forward_and_slope(point: Point, v: Tree) -> tuple[Tree, Tensor]:
     """X(v) by forward mode, and J_in's tangent along v.
 
-    Dual numbers of ``torch.autograd`` cost less Python than ``torch.func.jvp``, and take the kernels chosen for the
-    model. But the tangents of some functions (softmax) are computed in place, and where λ is inside the model autograd
-    then refuses their gradient; ``torch.func`` computes them out of place.
+    Dual numbers of ``torch.autograd`` cost less Python time than ``torch.func.jvp``, and use the kernels chosen for the
+    model. But they compute the tangents of some functions (softmax) in place; if λ is inside the model, autograd then
+    refuses their gradient. In this case ``torch.func`` is used, which computes them out of place.
     """
     with forward_mode():
         try:
@@ -77,7 +78,7 @@ def forward_and_slope(point: Point, v: Tree) -> tuple[Tree, Tensor]:
 
 @contextmanager
 def forward_mode() -> Iterator[None]:
-    """Refuses by name what torch cannot do in forward mode."""
+    """Turns errors of torch's forward mode into :class:`NoForwardModeError`."""
     try:
         yield
     except RuntimeError as failure:
@@ -98,7 +99,7 @@ def _inner_at(point: Point, params: Tree, batch: Any = None) -> Loss:
 
 
 def _gradient_of_tangent(point: Point, tangent: Tensor | None) -> tuple[Tree, Tensor]:
-    """Of J_in's tangent, in λ; and the tangent."""
+    """The gradient of J_in's tangent in λ, and the tangent."""
     if tangent is None or not tangent.requires_grad:
         return filled(point, dict.fromkeys(point.hypers)), torch.zeros((), device=point.device)
     _refuse_normalisation(tangent)
@@ -110,8 +111,8 @@ def _gradient_of_tangent(point: Point, tangent: Tensor | None) -> tuple[Tree, Te
 def _refuse_normalisation(tangent: Tensor) -> None:
     """Refuse a tangent whose gradient in λ passes through the statistics of a norm layer.
 
-    torch computes the tangents of layer norm, and of batch norm in training mode, from saved statistics that it takes
-    for constants: differentiated once more, in λ inside the model, they would be wrong in silence.
+    torch computes the tangents of layer norm, and of batch norm in training mode, from saved statistics that it treats
+    as constants. If λ is inside the model, their gradient in λ would be wrong without an error.
     """
     for node in graph_nodes([tangent]):
         kind = node.name()
@@ -131,14 +132,14 @@ def step_of(v: Tree, radius: float) -> Tensor:
 
 
 def sides(point: Point, v: Tree, epsilon: Tensor, full: bool, read: Callable[[Loss, Tree], T]) -> tuple[T, T]:
-    """What ``read`` makes of J_in, and of the tensors that it sees as θ, at θ + εv and at θ − εv, with θ detached.
+    """``read(J_in, θ)`` at θ + εv and at θ − εv, with θ detached.
 
-    With ``full``, a model that runs in TF32 or is held in half precision runs in float32 here: less keeps so few digits
-    of a weight that a small step is lost.
+    With ``full``, a model in TF32 or half precision runs in float32 here; otherwise a small step would be lost in
+    rounding.
     """
     found = []
     for sign in (1.0, -1.0):
-        if full and half(point):  # parameters never change their dtype: graphs through them would be cut
+        if full and half(point):  # copies, because changing a parameter's dtype would cut graphs through it
             moved = {n: p.detach().float().addcmul_(v[n].float(), sign * epsilon) for n, p in point.params.items()}
             with full_precision():
                 loss = point.evaluate("inner", point.inner_batch, moved, where="in float32")
@@ -148,7 +149,7 @@ def sides(point: Point, v: Tree, epsilon: Tensor, full: bool, read: Callable[[Lo
         with torch.no_grad():
             moved = trees.add(point.params, v, alpha=(sign * epsilon).to(point.dtype))
         with point.moved(moved), full_precision() if full else nullcontext():
-            del moved  # the parameters hold it now, and let go of it before the other side is made
+            del moved  # only the parameters refer to it now, so that it is freed before the other side is computed
             found.append(read(point.inner(), point.params))
     return found[0], found[1]
 
@@ -191,27 +192,27 @@ def slope_of(point: Point, value: Tensor, v: Tree, *, retain_graph: bool = False
 def moves_as_its_gradient(point: Point, v: Tree, radius: float) -> bool:
     """Whether J_in changes along v as its gradient says, as far as finite differences at three radii can tell.
 
-    It does not where the slopes miss ⟨∂_θ J_in, v⟩ by more than they differ among themselves and a hundredth of their
-    size, or where its value depends on whether θ requires a gradient.
+    False if the slopes differ from ⟨∂_θ J_in, v⟩ by more than their own spread plus a hundredth of their size, or if
+    the value of J_in depends on whether θ requires a gradient.
     """
     length = float(trees.norm(v))
     if length == 0:
         return True
-    told, _, value = slope(point, v)
+    gradient_slope, _, value = slope(point, v)
     params = trees.map(Tensor.detach, point.params)
-    values, radii = [value, told / length], (radius, radius / 4, radius / 16)
+    values, radii = [value, gradient_slope / length], (radius, radius / 4, radius / 16)
     for step in (0.0, *(sign * r for r in radii for sign in (1, -1))):
         with point.moved(trees.add(params, v, alpha=step / length)):
             values.append(point.inner().value.detach())
     at, expected, still, *moved = torch.stack([x.double() for x in values]).tolist()
-    seen = [(up - down) / (2 * r) for r, up, down in zip(radii, moved[::2], moved[1::2], strict=True)]
+    slopes = [(up - down) / (2 * r) for r, up, down in zip(radii, moved[::2], moved[1::2], strict=True)]
     rounding = 10 * torch.finfo(point.dtype).eps * abs(at)
-    allowed = 0.01 * max(map(abs, seen)) + 3 * (max(seen) - min(seen)) + rounding / radii[-1]
-    return abs(still - at) <= 100 * rounding and min(abs(x - expected) for x in seen) <= allowed
+    allowed = 0.01 * max(map(abs, slopes)) + 3 * (max(slopes) - min(slopes)) + rounding / radii[-1]
+    return abs(still - at) <= 100 * rounding and min(abs(x - expected) for x in slopes) <= allowed
 
 
 def filled(point: Point, found: dict[str, Tensor | None]) -> Tree:
-    """Zeros for the parameters of λ that J_in does not see; an error when it sees none of them."""
+    """``found`` with zeros for parameters of λ that J_in does not depend on; an error if it depends on none."""
     if all(x is None for x in found.values()):
         raise HyperkronError(
             f"hyper does not influence the inner loss: none of {', '.join(list(found)[:5])} reaches it; "

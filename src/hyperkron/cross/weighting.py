@@ -1,12 +1,12 @@
-"""The cross term where λ only weights: J_in = Σ_r w_r(λ) c_r(θ) + Σ_p α_p(λ) ‖p‖² + what λ does not reach.
+"""The cross term if λ only weights: J_in = Σ_r w_r(λ) c_r(θ) + Σ_p α_p(λ) ‖p‖² + terms that do not depend on λ.
 
 Then, with c' = dc/dθ · v the change of the row losses along v,
 
     X(v) = ∂_λ [ Σ_r w_r c'_r + Σ_p 2 α_p ⟨p, v_p⟩ ] .
 
-Only c is moved along v, not what the weights are made of, also if that is a function of θ that was stopped, as the
-losses in a Meta-Weight-Net are. Whether a loss has this form is read from its record (``Term.factors``, ``L2.factors``)
-and its autograd graph.
+Only c changes along v. The weights do not, even if they are computed from θ with stopped gradients, like the losses in
+a Meta-Weight-Net. Whether a loss has this form is read from its record (``Term.factors``, ``L2.factors``) and its
+autograd graph.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ Factors = tuple[Tensor | float, ...]
 
 
 class ChangedError(RuntimeError):
-    """The inner loss is no longer made as it was when its cross term was decided."""
+    """The inner loss no longer has the structure for which the cross term was decided."""
 
 
 @dataclass(frozen=True)
 class Weighted:
-    """X(v) and c', the changes of the row losses that it was made of, by criterion."""
+    """X(v), and the changes c' of the row losses it was computed from, by criterion."""
 
     cross: Tree
     parts: list[Tensor]
 
     @property
     def changes(self) -> Tensor:
-        """c' in one vector, empty where λ weights penalties only."""
+        """c' as one vector; empty if λ only weights penalties."""
         return torch.cat([c.reshape(-1) for c in self.parts]) if self.parts else torch.zeros(0)
 
 
 def structure(point: Point, loss: Loss) -> str:
-    """Which weights of ``loss``, evaluated at θ with its graph, λ reaches; empty where it does more than weight.
+    """Which weights of ``loss`` depend on λ, as a string; empty if λ does more than weight.
 
-    A letter for each criterion, ``w`` where λ weights it, then ``p`` where it weights penalties (and, from
-    :func:`with_motion`, ``m`` where weights move with θ).
+    It has one letter for each criterion (``w`` if λ weights it, else ``-``), then ``p`` if λ weights penalties, and,
+    from :func:`with_motion`, ``m`` if weights move with θ. ``loss`` must be evaluated at θ with its graph.
     """
     hypers, params = _ids(point.hypers), _ids(point.params)
     sources: list[Tensor] = []
@@ -79,7 +79,7 @@ def structure(point: Point, loss: Loss) -> str:
 
 
 def with_motion(point: Point, v: Tree, radius: float, form: str) -> str:
-    """``form``, with ``m`` where weights move with θ: they are functions of it that were stopped."""
+    """``form``, with ``m`` added if weights move with θ, as functions of θ with stopped gradients do."""
     up, down = sides(point, v, step_of(v, radius), False, partial(Read.of, form, point))
     pairs = [*zip(up.weights, down.weights, strict=True), *((up.decays[n], down.decays[n]) for n in up.decays)]
     still = point.problem.group.all(all(torch.equal(a, b) for a, b in pairs))
@@ -110,16 +110,16 @@ def forward(point: Point, v: Tree, form: str) -> Weighted:
 
 
 def row_losses(loss: Loss, form: str) -> Tensor:
-    """c in one vector, attached to the graph."""
+    """c as one vector, attached to the graph."""
     return torch.cat([t.row_losses.reshape(-1) for t, letter in zip(loss.terms, form, strict=False) if letter == "w"])
 
 
 def disagreement(point: Point, rows: Tensor, v: Tree, changes: Tensor) -> float:
-    """By how much ``changes`` differ from dc/dθ · v as a backward pass has it, beyond rounding, relative to their size.
+    """The relative difference, beyond rounding, between ``changes`` c' and dc/dθ · v by a backward pass.
 
-    They do where gradients are stopped inside the model, or estimated. The largest of three directions r of
-    |⟨r, c'⟩ − ⟨∂_θ ⟨r, c⟩, v⟩|: that of c', and two of random signs, the same ones every time. ``rows`` are the c of
-    the inner loss at θ with their graph, which is kept.
+    They differ if gradients are stopped or estimated inside the model. The result is the largest value of
+    |⟨r, c'⟩ − ⟨∂_θ ⟨r, c⟩, v⟩| over three directions r: c' itself, and two with fixed random signs. ``rows`` are the c
+    of the inner loss at θ with their graph, which is kept.
     """
     if changes.numel() == 0:
         return 0.0
@@ -130,22 +130,22 @@ def disagreement(point: Point, rows: Tensor, v: Tree, changes: Tensor) -> float:
     signs = [torch.randint(2, (len(rows),), generator=generator).to(rows) * 2 - 1 for _ in range(2)]
     gaps = []
     for r in (*([changes.to(rows) / size] if size else []), *signs):
-        told, steep = slope_of(point, (rows * r).sum(), v, retain_graph=True)
-        point.finite("the slope of the inner loss along v", told, "look for inf or extreme values in inner_batch")
+        expected, steepness = slope_of(point, (rows * r).sum(), v, retain_graph=True)
+        point.finite("the slope of the inner loss along v", expected, "look for inf or extreme values in inner_batch")
         (moved,) = group.sum([(changes.double() * r.double()).sum()])
-        gap = abs(float(told.double() - moved))
-        gaps.append(max(0.0, gap - noise * float(steep)))
+        gap = abs(float(expected.double() - moved))
+        gaps.append(max(0.0, gap - noise * float(steepness)))
     return max(gaps) / size if size else math.inf if any(gaps) else 0.0
 
 
 def rounding(point: Point) -> float:
-    """By how much rounding may change ⟨∂_θ J_in, v⟩, relative to ‖∂_θ J_in‖‖v‖."""
+    """The rounding error of ⟨∂_θ J_in, v⟩, relative to ‖∂_θ J_in‖‖v‖."""
     return min(100 * torch.finfo(point.dtype).eps, 0.03)
 
 
 @dataclass(frozen=True)
 class Read:
-    """The weights λ reaches, attached, of criteria and of penalties by the name of their parameter; the row losses."""
+    """The weights that depend on λ, with their graph (of criteria, and of penalties by parameter), and row losses."""
 
     weights: list[Tensor]
     losses: list[Tensor]
@@ -153,7 +153,7 @@ class Read:
 
     @classmethod
     def of(cls, form: str, point: Point, loss: Loss, params: Tree) -> Read:
-        """From a loss at θ, ``params``; it must have the form that was decided on, and reach λ by it alone."""
+        """Read a loss at ``params``; raises :class:`ChangedError` if it no longer has the structure ``form``."""
         names = {id(x): name for name, x in params.items()}
         found = [(_product(term.factors), term.row_losses.detach()) for term in loss.terms]
         decays: dict[str, Tensor] = {}
@@ -184,7 +184,7 @@ def weighted_sum(
 
 
 def _adds_up(point: Point, loss: Loss) -> bool:
-    """Whether ∂_λ J_in is what the weights and penalties of its record make of it: nobody has changed its value."""
+    """Whether ∂_λ J_in follows from the weights and penalties in the record; False if its value was changed later."""
     weights = [(_product(term.factors), term.row_losses.detach()) for term in loss.terms]
     parts = [(w * losses).sum() for w, losses in weights if w is not None]
     for penalty in loss.l2:
@@ -192,13 +192,14 @@ def _adds_up(point: Point, loss: Loss) -> bool:
         if alpha is not None:
             p = penalty.parameter.detach()
             parts.append(alpha * trees.norm({"": p}).square() if is_sharded(p) else (alpha * p.square()).sum())
-    seen, expected = (gradient_tree(x, point.hypers, retain_graph=True) for x in (loss.value, sum(parts[1:], parts[0])))
-    size, gap = float(trees.norm(seen)), float(trees.norm(trees.add(seen, expected, alpha=-1.0)))
+    values = loss.value, sum(parts[1:], parts[0])
+    actual, expected = (gradient_tree(x, point.hypers, retain_graph=True) for x in values)
+    size, gap = float(trees.norm(actual)), float(trees.norm(trees.add(actual, expected, alpha=-1.0)))
     return gap <= {torch.float64: 1e-9, torch.float32: 1e-3}.get(point.dtype, 0.03) * size
 
 
 def _beside(loss: Loss, sources: Iterable[Tensor], hypers: set[int]) -> bool:
-    """Whether ``loss`` depends on λ by another way than through ``sources``, its weights."""
+    """Whether ``loss`` depends on λ other than through ``sources``, its weights."""
     rows = [term.row_losses for term in loss.terms]
     if _leaves(rows) & hypers:
         return True
@@ -207,7 +208,7 @@ def _beside(loss: Loss, sources: Iterable[Tensor], hypers: set[int]) -> bool:
 
 
 def _weighted(factors: Factors, hypers: set[int], params: set[int]) -> list[Tensor] | None:
-    """The factors that λ reaches; ``None`` where their product also moves with θ, so that it is not a weight."""
+    """The factors that depend on λ; ``None`` if the product also depends on θ, so that it is not a weight."""
     tensors = [x for x in factors if isinstance(x, Tensor) and x.requires_grad]
     reached = [(x, _leaves([x])) for x in tensors]
     found = [x for x, leaves in reached if leaves & hypers]
@@ -215,7 +216,7 @@ def _weighted(factors: Factors, hypers: set[int], params: set[int]) -> list[Tens
 
 
 def _product(factors: Factors) -> Tensor | None:
-    """Their product with its graph; ``None`` where it has none. Tangents are left out."""
+    """The product of the factors with its graph and without tangents; ``None`` if it has no graph."""
     if not any(isinstance(x, Tensor) and x.requires_grad for x in factors):
         return None
     first, *rest = (unpack_dual(x).primal if isinstance(x, Tensor) else x for x in factors)

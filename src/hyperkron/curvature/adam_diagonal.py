@@ -1,4 +1,4 @@
-"""A = the diagonal of an Adam step, read from the optimizer: it costs nothing."""
+"""A = the diagonal of an Adam step, read from the optimizer at no cost."""
 
 from __future__ import annotations
 
@@ -66,22 +66,22 @@ class AdamDiagonal(Curvature):
         return DiagonalOperator(inverse)
 
     def constants(self, state: CurvatureState) -> Hashable | None:
-        """Learning rates; with moments D is made of gradients, which lie elsewhere in every step."""
+        """The learning rates; ``None`` with moments: D then depends on gradients, whose memory changes every step."""
         if any("exp_avg_sq" in memory for memory in self.optimizer.state.values()):
             return None
         return tuple(float(group["lr"]) for group in self.optimizer.param_groups)
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Numbers in half precision as float32: the difference in D would be all rounding."""
+    """``x`` in at least float32: in half precision the difference in D would be mostly rounding."""
     return x.float() if x.dtype in HALF_TYPES else x
 
 
 def _adam_jacobian(members: list[Tensor], memory: list[dict[str, Tensor]], group: dict[str, Any]) -> list[Tensor]:
-    """lr·D for the parameters of one group, a few launches for all of them.
+    """lr·D for the parameters of one group, in a few launches.
 
-    With β₁m⁻ = m − (1−β₁)g and β₂s⁻ = s − (1−β₂)g² put in, the g² terms of D's numerator cancel: it is
-    (1−β₁)s − (1−β₂)g·m.
+    After inserting β₁m⁻ = m − (1−β₁)g and β₂s⁻ = s − (1−β₂)g², the g² terms of D's numerator cancel, and
+    (1−β₁)s − (1−β₂)g·m is left.
     """
     (beta1, beta2), rate = group["betas"], float(group["lr"])
     gradients = [_wide(p.grad) for p in members if p.grad is not None]

@@ -33,8 +33,7 @@ class Operator(ABC):
 
     Attributes:
         products: how many matrix-vector products have been computed; every :meth:`matvec` adds one.
-        roundoff: the unit roundoff of products where it is coarser than that of the vectors, for a model in half
-            precision is; else 0.
+        roundoff: the unit roundoff of products with a model in half precision; 0 if products are as precise as vectors.
     """
 
     products: int = 0
@@ -52,20 +51,20 @@ class Operator(ABC):
         """The parameters that J_in does not depend on, where that is known: A and the cross term are zero there."""
         return ()
 
-    def release(self) -> None:  # noqa: B027 (most have nothing to let go of)
-        """The solve is done: let go of memory that no later call needs."""
+    def release(self) -> None:  # noqa: B027 (most have nothing to free)
+        """Called after the solve: free memory that no later call needs."""
 
     @property
     def gradients(self) -> Tree | None:
-        """∂_θ J_in on the curvature batch, where the products are derivatives of it; else ``None``."""
+        """∂_θ J_in on the curvature batch, if the products are computed from it; else ``None``."""
         return None
 
     def cross(self, v: Tree, hypers: Tree) -> dict[str, Tensor | None] | None:
-        """∂²_λθ J_in · v on the curvature batch, where the graph of :attr:`gradients` gives it; else ``None``."""
+        """∂²_λθ J_in · v on the curvature batch, if it follows from the graph of :attr:`gradients`; else ``None``."""
         return None
 
     def matvec_and_cross(self, v: Tree, hypers: Tree) -> tuple[Tree, dict[str, Tensor | None] | None]:
-        """:meth:`matvec` and :meth:`cross` of one vector, for operators that get both at the price of one."""
+        """:meth:`matvec` and :meth:`cross` of one vector; some operators compute both at the cost of one."""
         return self.matvec(v), self.cross(v, hypers)
 
 
@@ -78,8 +77,7 @@ class Invertible(Operator):
     Attributes:
         status: how the factorisation went: ``DIRECT``, or ``MORE_DAMPING`` or ``KEPT_PREVIOUS`` where a
             fallback was needed.
-        overwrites: whether a solve may put its answer into the memory of b, to save memory: for callers that need b
-            no more.
+        overwrites: whether a solve may write its result into the memory of b; set by callers that no longer need b.
     """
 
     status: Status = Status.DIRECT
@@ -126,10 +124,10 @@ class CurvatureState:
     """What a curvature remembers between calls; this one remembers nothing.
 
     A subclass with a memory overrides ``state_dict``, ``load_state_dict`` and, to be seen in ``result.stats``,
-    :meth:`stats`. The other methods are for curvatures that can be recorded as a CUDA graph: :meth:`replayed` for all
-    that remember anything; :attr:`kept`, :meth:`tensors`, :meth:`adopt` and :meth:`let_go` for those that use one
-    measurement in several calls; :meth:`generators` for those that draw random numbers. Attributes are replaced, never
-    changed in place, so that a shallow copy holds what a state was.
+    :meth:`stats`. The other methods are for curvatures that can be recorded as a CUDA graph: :meth:`replayed` if they
+    remember anything; :attr:`kept`, :meth:`tensors`, :meth:`adopt` and :meth:`let_go` if they use one measurement in
+    several calls; :meth:`generators` if they draw random numbers. Replace attributes and do not change them in place,
+    so that a shallow copy of a state stays valid.
     """
 
     def stats(self) -> dict[str, float | int | str]:
@@ -146,15 +144,15 @@ class CurvatureState:
             raise HyperkronError(f"this curvature keeps no state, but a state with {sorted(state)} was given.")
 
     def collect(self) -> None:
-        """To be called by all processes that divide this state among them: until :meth:`uncollect` is called, the first
-        one's :meth:`state_dict` has all that any number of processes needs to continue."""
+        """Called by all processes that share this state: until :meth:`uncollect`, :meth:`state_dict` of the first one
+        has everything that any number of processes needs to continue."""
 
     def uncollect(self) -> None:
-        """Let go of what :meth:`collect` got from other processes."""
+        """Free what :meth:`collect` received from other processes."""
 
     @property
     def kept(self) -> Any:
-        """The measurement that later calls reuse, one and the same object until the next; ``None`` if there is none."""
+        """The measurement that later calls reuse, the same object until the next one; ``None`` if there is none."""
         return None
 
     def tensors(self) -> Any:
@@ -162,24 +160,24 @@ class CurvatureState:
         return self.kept
 
     def adopt(self, other: CurvatureState) -> None:
-        """Use the tensors of ``other`` in place of one's own; they have the same values."""
+        """Use the tensors of ``other``, which have the same values, instead of its own."""
         raise HyperkronError(
             f"{type(self).__name__} keeps a measurement but has no adopt(); write it, or use graph=False."
         )
 
     def let_go(self) -> None:
-        """Forget the measurement that is kept; the next call makes a new one."""
+        """Forget the kept measurement, so that the next call measures again."""
 
     def generators(self, device: torch.device) -> list[torch.Generator]:
         """The random generators on ``device`` that a measurement draws from."""
         return []
 
     def replayed(self, made: CurvatureState | None) -> None:
-        """A recorded step was carried out once more.
+        """Called after each replay of a recorded step.
 
         Args:
-            made: the state after the recording of a step that measured again, whose tensors have been written again;
-                ``None`` for a step that used what is kept.
+            made: the state whose tensors the replay has written, if the step measures the curvature; ``None`` if the
+                step uses the kept measurement.
         """
         if self.state_dict():
             raise HyperkronError(
@@ -191,7 +189,7 @@ class Curvature(ABC):
     """A choice of A ≈ ∇²_θθ J_in: configuration only. Its memory is a :class:`CurvatureState` made by :meth:`init`.
 
     Attributes:
-        uses_data: whether A is measured on a batch; not so for constants.
+        uses_data: whether A is measured on a batch.
         invertible: whether its operators are :class:`Invertible`.
         records_products: whether products with A can be recorded in a CUDA graph: they never read from the device.
         records_inverse: the same for products with A⁻¹.
@@ -208,11 +206,11 @@ class Curvature(ABC):
 
     @abstractmethod
     def operator(self, point: Point, state: CurvatureState) -> Operator:
-        """A + δI at ``point``, refreshing ``state`` where it is due."""
+        """A + δI at ``point``; refreshes ``state`` if that is due."""
 
     @property
     def lean(self) -> bool:
-        """Whether memory counts more than launching work early."""
+        """Whether to save memory at the price of time: b is computed before the curvature."""
         return False
 
     def due(self, state: CurvatureState) -> bool:
@@ -223,7 +221,7 @@ class Curvature(ABC):
         """Refuse options with which a step cannot be recorded as a CUDA graph."""
 
     def constants(self, state: CurvatureState) -> Hashable | None:
-        """What a CUDA graph of the next step would take for constant; ``None`` where it cannot be recorded."""
+        """The constants that a CUDA graph of the next step would contain; ``None`` if it cannot be recorded."""
         return () if self.records_products or self.records_inverse else None
 
     @property
@@ -233,7 +231,7 @@ class Curvature(ABC):
 
     @property
     def keeps_parts(self) -> bool:
-        """Whether a measurement uses parts of the one before it, unchanged, as EKFAC does its eigenbasis."""
+        """Whether a measurement keeps parts of the previous one, as EKFAC keeps its eigenbasis."""
         return False
 
 
@@ -243,7 +241,7 @@ def check_damping(damping: float) -> None:
 
 
 def warn_opaque(who: str) -> None:
-    """Say once that a plain tensor in the inner loss has a curvature that ``who`` cannot see."""
+    """Warn once that the inner loss contains a plain tensor, whose curvature ``who`` does not include."""
     warn_once(
         f"opaque {who}",
         f"the inner loss contains a plain tensor whose curvature {who} cannot see (harmless if it depends on λ only); "
@@ -252,7 +250,7 @@ def warn_opaque(who: str) -> None:
 
 
 def warn_moving(who: str, loss: Loss, params: Tree) -> None:
-    """Say once that weights or targets of the inner loss carry a gradient to θ, as the weights of a focal loss do."""
+    """Warn once if weights or targets of the inner loss depend on θ with a gradient, as weights in a focal loss do."""
     weights = [x for term in loss.terms for x in term.factors if isinstance(x, Tensor) and x.requires_grad]
     outputs = {get_gradient_edge(term.output).node for term in loss.terms if term.output.requires_grad}
     targets = graph_nodes([term.row_losses for term in loss.terms], outputs)
@@ -260,7 +258,7 @@ def warn_moving(who: str, loss: Loss, params: Tree) -> None:
     if any(id(getattr(node, "variable", None)) in members for node in chain(graph_nodes(weights), targets)):
         warn_once(
             f"moving {who}",
-            f"weights or targets of the inner loss depend on the model's parameters, and {who} takes them for "
+            f"weights or targets of the inner loss depend on the model's parameters, but {who} treats them as "
             "constants, so it is not the curvature of this loss; detach() them if they are meant as constants, write "
             "mse(f, g) of two outputs as mse(f - g, zeros), or use curvature=Hessian().",
         )
@@ -270,7 +268,7 @@ def l2_curvature(loss: Loss, params: Tree) -> dict[str, Tensor | float]:
     """2α for each parameter under a penalty α‖p‖² of the inner loss, by name (summed where there are several)."""
     names = {id(p): name for name, p in params.items()}
     found: dict[str, Tensor | float] = {}
-    doubled: dict[tuple[object, ...], Tensor] = {}  # one coefficient of many parameters stays one tensor
+    doubled: dict[tuple[object, ...], Tensor] = {}  # a coefficient that parameters share stays one tensor
     for penalty in loss.l2:
         name = names.get(id(penalty.parameter))
         if name is None and penalty.parameter.grad_fn is not None:

@@ -85,7 +85,7 @@ class GGNOperator(MatrixFreeOperator):
         return batched(outputs, list(self.params.values()), bent)
 
     def matvec_stacked(self, v: Tree) -> Tree:
-        """One pass for all vectors; one after the other where torch cannot do that with an operation of the model."""
+        """One pass for all vectors; one pass each if an operation of the model does not support batched vectors."""
         count = len(next(iter(v.values())))
         if self.roundoff:  # vectors of half precision are scaled one by one
             return super().matvec_stacked(v)
@@ -110,7 +110,7 @@ class GGNOperator(MatrixFreeOperator):
 
 
 class PartedGGNOperator(Operator):
-    """The same operator on a batch that is evaluated in parts: Σ_k share_k A_k v, the graph of one part at a time."""
+    """The same operator on a batch that is evaluated in parts: Σ_k share_k A_k v, with one graph at a time."""
 
     def __init__(self, point: Point, damping: float) -> None:
         self.point, self.damping, self.products, self.roundoff = point, damping, 0, point.roundoff
@@ -120,7 +120,7 @@ class PartedGGNOperator(Operator):
         return self._summed(v, GGNOperator.matvec)
 
     def matvec_stacked(self, v: Tree) -> Tree:
-        """The graph of each part is made once for all vectors."""
+        """All vectors at once; the graph of each part is built only once."""
         self.products += len(next(iter(v.values())))
         return self._summed(v, GGNOperator.matvec_stacked)
 

@@ -1,4 +1,4 @@
-"""Matrices that are known through products with vectors, by differentiating a graph that is kept for all of them."""
+"""Matrices that are known only through products with vectors, computed by differentiating one graph repeatedly."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hyperkron.trees import Tree
 class MatrixFreeOperator(Operator):
     """v ↦ (A + δI) v; for a model in half precision v is float32, and so are the products.
 
-    The graph is built at the first product: what is computed before it does not add to its memory.
+    The graph is built at the first product, so that it is not in memory before.
     """
 
     def __init__(self, point: Point, damping: float) -> None:

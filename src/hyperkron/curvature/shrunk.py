@@ -1,4 +1,4 @@
-"""αG + (1 − α)K, the Gauss–Newton matrix drawn towards its Kronecker approximation."""
+"""αG + (1 − α)K, the Gauss–Newton matrix shrunk towards its Kronecker approximation."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class ShrunkOperator(Operator):
 class ShrunkGGN(Curvature):
     """A = αG + (1 − α)K + δI, with G the Gauss–Newton matrix and K its approximation by EKFAC.
 
-    G is often measured on fewer rows than it has dimensions, and depends much on which these are. K has few free
-    numbers and is stable, but leaves out what layers have in common. As with covariance matrices (Ledoit & Wolf,
+    G is often measured on fewer rows than it has dimensions, and depends strongly on the choice of rows. K has few free
+    numbers and is stable, but ignores interactions between layers. As with covariance matrices (Ledoit & Wolf,
     2004), a mixture can be a better estimate than both; for attribution it was (docs/attribution.md). With EKFAC as
     preconditioner K⁻¹A has no eigenvalue below 1 − α, and few products are enough.
 

@@ -1,4 +1,4 @@
-"""First and second derivatives by autograd, with a named refusal where torch has none or a wrong one."""
+"""First and second derivatives by autograd; raises an error where torch has none, or computes a wrong one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def gradients_of(
     retain_graph: bool | None = None,
     create_graph: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """``torch.autograd.grad`` for first and second derivatives, with a named refusal where there is no second one."""
+    """``torch.autograd.grad``, with an :class:`UndifferentiableError` if there is no second derivative."""
     watched: AbstractContextManager[None] = nullcontext()
     foreign: list[Node] = []
     if create_graph:
@@ -55,16 +55,17 @@ def gradients_of(
             raise UndifferentiableError(str(error).splitlines()[0]) from error
         raise
     behind = graph_nodes([g for g in found if g is not None]) if foreign else ()
-    if any(node.name() == "torch::autograd::Error" for node in behind):  # cut off from the inputs: lost in silence
+    if any(node.name() == "torch::autograd::Error" for node in behind):  # terms would be lost without an error
         raise UndifferentiableError("a function is marked once_differentiable")
     return found
 
 
 @contextmanager
 def _refusing_lost_graphs(nodes: list[Node]) -> Iterator[None]:
-    """Refuse a custom function whose backward pass runs outside autograd: its terms would be lost in silence.
+    """Refuse a custom function whose backward pass runs outside autograd: terms would be lost without an error.
 
-    Its gradients are linear in those it is given, so where these have a graph, its own must have one.
+    Its output gradients are linear in its input gradients. So if the input gradients have a graph, the output
+    gradients must have one too.
     """
     lost: list[str] = []
 
@@ -87,14 +88,14 @@ def _refusing_lost_graphs(nodes: list[Node]) -> Iterator[None]:
 def _checked_nodes(outputs: list[Tensor]) -> list[Node]:
     """The nodes behind ``outputs`` that are not torch's own; refuses two derivatives that torch computes wrongly.
 
-    The third derivative of batch norm, which the second one of a penalty on gradients needs, takes the statistics of
-    the batch for constants (in evaluation mode they are); the second derivative of the fused weight norm takes the norm
-    for one. Models with weight norm are evaluated without the fused kernel (``kernels/selection.py``).
+    These are the third derivative of batch norm in training mode, which treats the batch statistics as constants (a
+    penalty on gradients needs it), and the second derivative of the fused weight norm, which treats the norm as a
+    constant. Models with weight norm are evaluated without the fused kernel (``kernels/selection.py``).
     """
     foreign = []
     for node in graph_nodes(outputs):
         kind = type(node).__name__
-        if not kind[-1].isdigit() and kind != "AccumulateGrad":  # torch's own are named as AddmmBackward0
+        if not kind[-1].isdigit() and kind != "AccumulateGrad":  # torch's own names end in a digit: AddmmBackward0
             foreign.append(node)
         if "BatchNormBackwardBackward" in kind and getattr(node, "_saved_train", True):
             raise UndifferentiableError(
@@ -108,7 +109,7 @@ def _checked_nodes(outputs: list[Tensor]) -> list[Node]:
 
 
 def graph_nodes(tensors: Iterable[Tensor], stop: Collection[Node] = ()) -> Iterator[Node]:
-    """Every node of the autograd graph behind ``tensors``, once; not those in ``stop``, nor what lies behind these."""
+    """Every node of the autograd graph behind ``tensors``, once; the search does not enter the nodes in ``stop``."""
     waiting = [get_gradient_edge(x).node for x in tensors if x.requires_grad]
     seen = {*stop}
     while waiting:
@@ -120,5 +121,5 @@ def graph_nodes(tensors: Iterable[Tensor], stop: Collection[Node] = ()) -> Itera
 
 
 def in_half_precision(value: Tensor) -> bool:
-    """Whether a part of what ``value`` was computed from is in half precision, as under autocast."""
+    """Whether any part of the graph of ``value`` is in half precision, as under autocast."""
     return any(made.dtype in HALF_TYPES for node in graph_nodes([value]) for made in node._input_metadata)

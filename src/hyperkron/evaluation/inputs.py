@@ -1,4 +1,4 @@
-"""The tensors that objectives see: how users call them, which of them autograd cannot take, and which are to blame."""
+"""The tensors of batches and modules: their names, copies that autograd accepts, and which of them are to blame."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REMEDIES = {
 
 
 def differentiable_batch(batch: Any) -> Any:
-    """``batch``, with copies that autograd takes of tensors made in ``torch.inference_mode()``."""
+    """``batch``, with tensors made in ``torch.inference_mode()`` replaced by copies that autograd accepts."""
     if not any(x.is_inference() for _, x in tensors_of("", batch)):
         return batch
     with torch.inference_mode(False):
@@ -29,7 +29,7 @@ def differentiable_batch(batch: Any) -> Any:
 
 
 def culprits(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Those of the named tensors that are empty, not finite or, where all are finite, extreme, and what to do.
+    """Describes the named tensors that are empty or not finite (or extreme, if all are finite), with a remedy.
 
     Example:
         >>> culprits([("model parameter weight", torch.ones(2)), ("inner_batch[0]", torch.tensor([1.0, 1e30]))])

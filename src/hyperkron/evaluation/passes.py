@@ -1,4 +1,4 @@
-"""The parts of a hypergradient that evaluate the model, as objects: so that one may record them as CUDA graphs."""
+"""A pass: a part of a hypergradient that evaluates the model, as an object that can be recorded as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Pass(Generic[T]):
-    """A part of a hypergradient that evaluates the model, and that may be recorded as a CUDA graph by itself.
+    """A part of a hypergradient that evaluates the model and can be recorded as a CUDA graph.
 
     Attributes:
-        name: which part it is.
-        work: the part, as a function of the point and of ``given``; it reads nothing from the device.
-        given: the vectors that it depends on, besides the point; ``work`` may empty it where
-            :attr:`~hyperkron.evaluation.point.Point.gives_vectors` says so.
-        key: tells what else it depends on; a recording holds for one key.
-        brief: those of its results that the caller is done with before the next pass begins.
-        generators: what it draws from, besides the model's random numbers.
+        name: the name of the part, such as ``"cross term"``.
+        work: a function of the point and of ``given`` that returns the results; it reads nothing from the device.
+        given: the vectors that the results depend on, besides the point. ``work`` may empty this dictionary if
+            :attr:`~hyperkron.evaluation.point.Point.consumes_vectors` is true.
+        key: returns what else the results depend on; a recording is valid for one key.
+        temporary: returns those results that the caller no longer needs when the next pass begins.
+        generators: random generators that it draws from, besides the global ones.
     """
 
     name: str
     work: Callable[[Any, Tree], T]
     given: Tree = field(default_factory=dict)
     key: Callable[[], object] = lambda: None
-    brief: Callable[[T], Sequence[Tensor]] = lambda found: ()
+    temporary: Callable[[T], Sequence[Tensor]] = lambda found: ()
     generators: Sequence[torch.Generator] = ()
 
 
 Passes = Callable[[Any, Pass[Any]], Any]
-"""What carries out a pass at a point."""
+"""A function that runs a pass at a point and returns its results."""

@@ -48,19 +48,19 @@ class Point:
             given.
         outer_batch: the batch of J_out.
         curvature_batch: another batch of J_in on which A is measured.
-        recording: what happens inside is recorded as a CUDA graph: nothing is read from the device.
-        generator_copies: where a recording gets the random numbers of a GPU from.
-        plain: the objectives are evaluated without autocast, wherever it is enabled.
-        variables: θ and λ, for a caller that has asked for them before; else they are read from the modules.
-        passes: what carries out its passes, by recordings of them; ``None``: they are carried out as they come.
+        recording: whether the evaluations are recorded as a CUDA graph; then nothing is read from the device.
+        generator_copies: the copies of the GPU's random generator that a recording draws from.
+        plain: evaluate the objectives without autocast, even where it is enabled.
+        variables: θ and λ, if the caller already has them; ``None`` reads them from the modules.
+        passes: runs the passes of this point, usually by replaying recordings; ``None`` runs them eagerly.
 
     Attributes:
-        autocast: under which the objectives are evaluated, where the caller has it enabled.
+        autocast: the caller's autocast, under which the objectives are evaluated; ``None`` without autocast.
         met_autocast: whether a ``plain`` evaluation would have run under autocast.
-        execution: eager or recorded, with what has not been read yet.
-        keeps: whether a curvature that is measured in parts may keep gradients of single examples, to save passes.
-        kept: where it leaves those of the loss, if a caller wants them.
-        gives_vectors: whether a pass that is recorded here may use up the vectors it is given, to save memory.
+        execution: eager or recorded execution, with the values that are still to be read.
+        keeps: whether a curvature measured in parts may keep gradients of single examples, which saves passes.
+        kept: where the curvature stores the gradients of the loss, if the caller asks for them.
+        consumes_vectors: whether a recorded pass may free the vectors it is given, to save memory.
     """
 
     def __init__(
@@ -87,14 +87,14 @@ class Point:
         self.params, self.hypers = variables or (trainable(model, "model"), trainable(hyper, "hyper"))
         self.device, self.dtype = _common_place(self.params, self.hypers)
         self.notes: dict[str, str] = {}
-        self.keeps = self.gives_vectors = False
+        self.keeps = self.consumes_vectors = False
         self.kept: Any = None
         self.execution = Execution(self.device, recorded=recording)
         self.plain, self.met_autocast = plain or problem.autocast is False, False
         self.autocast: torch.autocast | None = None
         self._stack = ExitStack()
         self._snapshot: Snapshot | None = None
-        self._away, self._generator_copies, self._passes = False, generator_copies, passes
+        self._theta_moved, self._generator_copies, self._passes = False, generator_copies, passes
 
     def __enter__(self) -> Point:
         self._snapshot = Snapshot(self.model, self.hyper, self.device, self._generator_copies)
@@ -128,7 +128,7 @@ class Point:
         batch = self.inner_batch if batch is None else batch
         loss = self.evaluate("inner", batch, differentiable=differentiable)
         seen = [t.output.requires_grad for t in loss.terms] or [loss.value.requires_grad]
-        if not self._away and not any(seen):
+        if not self._theta_moved and not any(seen):
             raise independent("inner")
         return loss
 
@@ -146,16 +146,15 @@ class Point:
         differentiable: bool = False,
         where: str = "",
     ) -> Loss:
-        """J_in or J_out: everything rewound, kernels chosen, the objective called, its value checked.
+        """J_in or J_out, evaluated from the saved random states and buffers; refuses a value that is not finite.
 
         Args:
-            level: which of the two.
-            batch: its batch.
-            params: θ is replaced by these, and J attached to their graph, for methods that move θ; ``None``: θ itself.
-            stream: evaluations with the same one draw the same dropout masks, others independent ones; 0 is that of
-                :meth:`inner`.
-            differentiable: whether it will be differentiated twice.
-            where: goes into the errors.
+            level: ``"inner"`` or ``"outer"``.
+            batch: the batch of this objective.
+            params: values to use for θ, attached to their graph; ``None`` uses θ itself.
+            stream: evaluations with the same number draw the same dropout masks; :meth:`inner` uses 0.
+            differentiable: whether the result will be differentiated twice.
+            where: a phrase for error messages.
         """
         assert self._snapshot is not None, "a Point is used inside its with block"
         place = f" {where}" if where else ""
@@ -231,34 +230,34 @@ class Point:
         return found
 
     @property
-    def brief_passes(self) -> bool:
-        """Whether some results of a pass (:attr:`Pass.brief`) are gone when the next one begins."""
+    def reuses_pass_memory(self) -> bool:
+        """Whether a pass may overwrite the temporary results (:attr:`Pass.temporary`) of the pass before it."""
         return self._passes is not None
 
     def rewind_random(self) -> None:
-        """The random states that every evaluation begins with, for a recorded one."""
+        """Restore the random states that every evaluation starts from, before a replay."""
         assert self._snapshot is not None, "a Point is used inside its with block"
         self._snapshot.rewind_random()
 
     @property
     def roundoff(self) -> float:
-        """The unit roundoff of a model in half precision; 0 for others, whose arithmetic is that of the vectors."""
+        """The unit roundoff of a model in half precision; 0 for other models, which are as precise as the vectors."""
         return float(torch.finfo(self.dtype).eps) if self.dtype in HALF_TYPES else 0.0
 
     @property
     def small(self) -> bool:
-        """Whether an evaluation of J_in, after the first, is known to wait for Python rather than for the GPU."""
+        """Whether an evaluation of J_in waits for Python rather than for the GPU; False before the first one."""
         with self.autocast or nullcontext():
             return small(self.model, self.device, _size(self.inner_batch))
 
     def finite(self, name: str, value: Tensor, remedy: str, given: str = "", batch: Any = None) -> None:
-        """Refuse a non-finite ``value``, a few numbers, by name; on a GPU all are read at once, in :meth:`settle`."""
+        """Raise an error if ``value``, a few numbers, is not finite; on a GPU this happens in :meth:`settle`."""
         self.execution.check_finite(
             value, lambda found: NonFiniteError(f"{name} is {found}; {self.culprits(given, batch) or remedy}.")
         )
 
     def settle(self) -> None:
-        """Read all pending finite checks and raise for the first that failed, as at the end of the with block."""
+        """Read all pending finite checks and raise the error of the first that failed."""
         self.execution.settle()
 
     @property
@@ -276,25 +275,25 @@ class Point:
 
     @contextmanager
     def moved(self, displaced: Tree) -> Iterator[None]:
-        """θ replaced by ``displaced``, detached: no graph through the model's parameters is recorded.
+        """Replace θ by ``displaced``, detached, inside the block: autograd records no graph through θ.
 
-        The parameters' own memory is never written: each looks at other storage for the while.
+        The memory of the parameters is not written; inside the block they point to other memory.
         """
         own = {name: _memory(p) for name, p in self.params.items()}
-        self._away = True
+        self._theta_moved = True
         try:
             for name, p in self.params.items():
                 p.requires_grad_(False)
                 _look_at(p, _memory(displaced[name]))
             yield
         finally:
-            self._away = False
+            self._theta_moved = False
             for name, p in self.params.items():
                 _look_at(p, own[name])
                 p.requires_grad_(True)
 
     def _tensors(self, given: str = "", batch: Any = None) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor an objective sees, on this ``batch``, with the name a user knows it by; for error messages."""
+        """Every tensor that an objective uses, on this ``batch``, with its name for error messages."""
         if all(batch is not own for own in (self.inner_batch, self.outer_batch, self.curvature_batch)):
             yield from tensors_of(given, batch)
         for label, module in (("model", self.model), ("hyper", self.hyper)):
@@ -306,7 +305,7 @@ class Point:
             yield from tensors_of("curvature_batch", self.curvature_batch)
 
     def culprits(self, given: str = "", batch: Any = None) -> str:
-        """The tensors that are empty, not finite or extreme, and what to do; an empty string if there are none."""
+        """Describes tensors that are empty, not finite or extreme, with a remedy; an empty string if there are none."""
         return culprits(self._tensors(given, batch))
 
     def _misplaced(self, error: RuntimeError, given: str, batch: Any) -> str:
@@ -343,7 +342,7 @@ def _look_at(p: Any, memory: Tensor) -> None:
 
 
 def independent(level: Level, where: str = "") -> HyperkronError:
-    """The error for an objective that θ does not reach."""
+    """The error for an objective that does not depend on θ."""
     return HyperkronError(
         f"{level} does not depend on the model's parameters{where}; compute it from the model it is given, "
         "without detach() or torch.no_grad()."
@@ -377,7 +376,7 @@ def trainable(module: nn.Module, argument: str) -> Tree:
 
 
 def _common_place(params: Tree, hypers: Tree) -> tuple[torch.device, torch.dtype]:
-    """The one device of θ and λ and the one dtype of θ; a mix is refused by name."""
+    """The device of θ and λ and the dtype of θ; refuses a model that mixes devices or dtypes."""
     first_name, first = next(iter(params.items()))
     for name, p in params.items():
         if p.dtype != first.dtype:

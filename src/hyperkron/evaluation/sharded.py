@@ -1,9 +1,9 @@
 """Models whose parameters are divided among processes (``torch.distributed.fsdp.fully_shard``).
 
-They are evaluated without FSDP's own hooks, which know first derivatives only. Every module that was given to
-``fully_shard`` gathers its parameters when it is called and lets go of them afterwards; what autograd saves of them for
-the backward pass is not kept either, but gathered again. Gathering has derivatives of every order
-(:mod:`hyperkron.sharded_functions`), so gradients, Hessian products, cross terms and hooks work as with any model.
+They are evaluated without FSDP's own hooks, which support only first derivatives. Every module that was given to
+``fully_shard`` gathers its parameters when it is called and frees them afterwards. The backward pass gathers them again
+instead of keeping them. Gathering has derivatives of every order (:mod:`hyperkron.sharded_functions`), so gradients,
+Hessian products, cross terms and hooks work as with any model.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def units(model: nn.Module) -> list[nn.Module]:
 
 
 def dual(p: Tensor, v: Tensor) -> Tensor:
-    """p with tangent v; where it is divided, both are gathered and made one when p is used."""
+    """p as a dual number with tangent v; if p is divided, both are gathered when p is used."""
     if not is_sharded(p):
         return make_dual(p.detach(), v)
     made: Any = p.detach()
@@ -58,16 +58,13 @@ def gathered_duals(group: Group, tensors: list[Tensor]) -> list[Tensor]:
 def check(model: nn.Module, hyper: nn.Module | None, group: Group | None) -> bool:
     """Whether parameters of ``model`` are divided; refuses what cannot be trained here, by name and with a remedy.
 
-    Args:
-        model: θ.
-        hyper: λ.
-        group: the processes of the problem; ``None`` if it is not divided among processes.
+    ``group`` has the processes of the problem; ``None`` if it is not divided among processes.
     """
     if group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         warn_once(
             "processes-not-divided",
-            f"there are {dist.get_world_size()} processes, but problem is not divided among them: each computes λ and "
-            "its gradient for itself. Use hyperkron.training.DataParallel(problem), unless that is meant.",
+            f"there are {dist.get_world_size()} processes, but problem is not divided among them: each computes its "
+            "own λ and gradient. Use hyperkron.training.DataParallel(problem), unless this is intended.",
         )
     if "torch.distributed.tensor" not in sys.modules or not isinstance(model, nn.Module):
         return False
@@ -138,7 +135,7 @@ def _check_policies(unit: Any) -> None:
 
 @contextmanager
 def plain_modules(model: nn.Module) -> Iterator[None]:
-    """Modules given to ``fully_shard`` are of their own class inside the block, without FSDP's hooks."""
+    """Inside the block, modules given to ``fully_shard`` have their original class and no FSDP hooks."""
     held = [(unit, type(unit), _hooks(unit)) for unit in units(model) if unit not in _PLAIN]
     try:
         for unit, kind, hooks in held:
@@ -169,7 +166,7 @@ def _hooks(unit: nn.Module) -> list[tuple[Any, int, Any]]:
 
 @contextmanager
 def gathering(model: nn.Module, group: Group) -> Iterator[None]:
-    """Every unit has all rows of its parameters while it is called; backward passes gather them again."""
+    """Inside the block, every unit gathers all rows of its parameters when it is called and in the backward pass."""
     made = units(model)
     if not made:
         yield
@@ -194,9 +191,9 @@ def gathering(model: nn.Module, group: Group) -> Iterator[None]:
 
 
 class _Unit:
-    """A module given to ``fully_shard``, with hooks that gather its parameters and let go of them.
+    """A module given to ``fully_shard``, with hooks that gather its parameters and free them again.
 
-    ``kept`` has the own rows of what is gathered now, by the address of its memory.
+    ``kept`` maps the memory address of each gathered tensor to this process's rows of it.
     """
 
     def __init__(self, unit: nn.Module, others: set[nn.Module], group: Group, kept: dict[int, Tensor]) -> None:
@@ -229,12 +226,12 @@ class _Unit:
         rows, addresses = self.stack.pop()
         for (module, name), x in zip(self.owners, rows, strict=True):
             module._parameters[name] = x
-        for address in addresses:  # its memory may belong to another tensor from now on
+        for address in addresses:  # another tensor may use this memory from now on
             self.kept.pop(address, None)
 
 
 def _owners(module: nn.Module, others: set[nn.Module]) -> Iterator[Owner]:
-    """The divided parameters of a unit that are not those of units inside it."""
+    """The divided parameters of a unit, without those of units inside it."""
     yield from ((module, name) for name, p in module._parameters.items() if is_sharded(p))
     for child in module.children():
         if child not in others:

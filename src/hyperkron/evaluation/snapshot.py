@@ -1,4 +1,4 @@
-"""What an evaluation of a model may disturb, kept and put back: buffers, modes, flags and random states."""
+"""Saves and restores everything that evaluating a model may change: buffers, modes, flags and random states."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hyperkron.solution import HyperkronError
 
 
 class Snapshot:
-    """Everything an evaluation may disturb: buffers, training modes, requires_grad flags, random states.
+    """Everything an evaluation may change: buffers, training modes, requires_grad flags, random states.
 
-    A module's own buffers are put aside and every evaluation gets fresh copies of them. So their memory and
-    version are never touched, and a kept graph, the user's or a solver's, keeps the values it was made of. Parameters
-    are not written by any layer but embeddings with ``max_norm``; those are put back. Embeddings with ``sparse`` have
-    dense gradients for the while, which second derivatives and solvers need. What is recorded as a CUDA graph
-    takes the random numbers of a GPU from ``generator_copies``.
+    Every evaluation gets new copies of the buffers. So the memory and version of the module's own buffers do not
+    change, and graphs that the user or a solver keeps stay valid. Only embeddings with ``max_norm`` write their
+    parameters; these are restored. Embeddings with ``sparse=True`` temporarily get dense gradients, which second
+    derivatives and solvers need. An evaluation that is recorded as a CUDA graph draws the random numbers of the GPU
+    from ``generator_copies``.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Snapshot:
         self._evaluated = False
 
     def rewind(self) -> None:
-        """Random states, modes and the values of buffers as they were: what an evaluation begins with."""
+        """Restore random states, modes and the values of buffers before an evaluation."""
         if self._evaluated:
             self.rewind_random()
             self._rewind_modes()
@@ -82,7 +82,7 @@ class Snapshot:
         return random.getstate() != self.random or (self.numpy is not None and self.numpy.moved())
 
     def restore(self) -> None:
-        """The whole promise, kept when the with block ends."""
+        """Restore everything, when the ``with`` block of the point ends."""
         self.rewind_random()
         self._rewind_modes()
         for module, own, unsaved in self.buffers:
@@ -104,7 +104,7 @@ class Snapshot:
                 module.training = mode
 
     def rewind_random(self) -> None:
-        """Random states as they were."""
+        """Restore the random states."""
         if self.cuda is not None and not self.drew_on_host:
             same = torch.equal(torch.get_rng_state(), self.cpu) and random.getstate() == self.random
             self.drew_on_host = not same
@@ -117,14 +117,15 @@ class Snapshot:
 
 
 class NumpyRandomState:
-    """The state of numpy's global generator; it is read and written only where its memory has changed.
+    """The state of numpy's global generator; it is read and written only if its memory has changed.
 
     Reading and writing take longer than evaluating a small model. The memory holds 624 words and a position, but not
-    the normal number that ``numpy.random.randn`` may keep for its next call: with one pending, nothing is skipped.
+    the normal number that ``numpy.random.randn`` may keep for its next call. If there is one, the state is always read
+    and written.
     """
 
     known: ClassVar[tuple[bytes | None, Any]] = None, None
-    """The memory of the last state that was read with no number pending, and that state."""
+    """The memory of the last state that was read without such a number, and that state."""
 
     def __init__(self) -> None:
         self.memory, self.state = _numpy_memory(), self.known[1]
@@ -135,17 +136,17 @@ class NumpyRandomState:
             NumpyRandomState.known = self.memory, self.state
 
     def restore(self) -> None:
-        """The generator as it was."""
+        """Restore the generator."""
         if self.moved():
             sys.modules["numpy"].random.set_state(self.state)
 
     def moved(self) -> bool:
-        """Whether it may be another one; for certain where the memory is known."""
+        """Whether the state has changed; always true if its memory is not known."""
         return self.memory is None or _numpy_memory() != self.memory
 
 
 def _numpy_memory() -> bytes | None:
-    """The memory of numpy's global generator; ``None`` where it is not numpy's default one."""
+    """The memory of numpy's global generator; ``None`` if it is not numpy's default generator."""
     generator: Any = getattr(sys.modules["numpy"].random, "get_bit_generator", lambda: None)()
     if type(generator).__name__ != "MT19937":
         return None
@@ -153,7 +154,7 @@ def _numpy_memory() -> bytes | None:
 
 
 def reseed(stream: int, device: torch.device) -> None:
-    """Random states number ``stream`` of those that follow from the current ones."""
+    """Set all random states to number ``stream`` of a sequence that depends on the current state of torch."""
     seed = int(torch.randint(2**62, ())) + stream
     random.seed(seed)
     torch.default_generator.manual_seed(seed)
@@ -166,7 +167,7 @@ def reseed(stream: int, device: torch.device) -> None:
 
 
 def _copies(tensors: list[Tensor]) -> Sequence[Tensor]:
-    """Copies of tensors of one dtype, in one launch where the dtype knows how to be multiplied by one."""
+    """Copies of tensors of one dtype, made in one launch for dtypes that can be multiplied by one."""
     if tensors[0].dtype in (torch.float32, torch.float64, torch.int64, torch.bool):
         return torch._foreach_mul(tensors, True)
     return [x.clone() for x in tensors]

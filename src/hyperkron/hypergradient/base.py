@@ -23,9 +23,9 @@ class Hypergradient(ABC):
     ``state_dict`` and ``load_state_dict`` move them to and from nested dictionaries of tensors and numbers.
 
     Attributes:
-        inner_batches: how many inner batches a call uses; where it is more than one they come as ``Batches``.
-        measures_curvature: whether A is measured on data; ``compute`` then takes a ``curvature_batch`` to do so on.
-        solver: of the linear system with A; ``None`` for methods that solve none.
+        inner_batches: how many inner batches a call uses; if more than one, they are given as ``Batches``.
+        measures_curvature: whether A is measured on data; ``compute`` then takes a ``curvature_batch``.
+        solver: the solver of the linear system with A; ``None`` for methods without one.
         warm_start: whether each solve begins at the previous solution.
     """
 
@@ -42,7 +42,7 @@ class Hypergradient(ABC):
 
     @abstractmethod
     def fresh(self) -> Hypergradient:
-        """Another of the same configuration, without memory: one configuration serves many runs."""
+        """A copy of the configuration with an empty state, so that one configuration can be used for many runs."""
 
     @abstractmethod
     def compute(
@@ -65,7 +65,7 @@ class Hypergradient(ABC):
 
     @contextmanager
     def collected(self) -> Iterator[None]:
-        """A block in which :meth:`state_dict` of the first process has what others hold; all must enter it."""
+        """Inside this block, :meth:`state_dict` of the first process includes the parts of the others; all enter it."""
         yield
 
     def backward(

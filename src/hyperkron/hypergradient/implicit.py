@@ -44,11 +44,11 @@ class ImplicitState:
     cross: CrossState = field(default_factory=CrossState)
     start: Tree | None = None
     calls: int = 0
-    plain: bool = False  # whether the objectives are evaluated without autocast, for it was found too coarse
+    plain: bool = False  # whether the objectives run without autocast, because it was found too coarse
     modules: list[weakref.ref[nn.Module]] = field(default_factory=list, repr=False)  # of the model; not saved
 
     def __deepcopy__(self, memory: dict[int, Any]) -> ImplicitState:
-        """A copy belongs to the model that it meets first, such as the copy of this one's."""
+        """Copy everything but the model: the copy belongs to the first model it is used with."""
         kept = {f.name: copy.deepcopy(getattr(self, f.name), memory) for f in dataclasses.fields(self)}
         return ImplicitState(**{**kept, "modules": []})
 
@@ -83,9 +83,9 @@ class Implicit(Hypergradient):
     work, and if a factorisation fails there is no previous inverse to use.
 
     When to use ``graph="passes"``: for large models, whose passes wait for Python, while factorisations and solves do
-    not. It needs less memory than a whole step, works with every curvature and solver, and a factorisation that fails
-    is dealt with as usual. b and the cross term are recorded, and KFAC's pass for its factors; products with a Hessian
-    are not. Nor is a pass of an objective that calls ``torch.func.grad`` or ``vjp`` itself: a warning says so.
+    not. It needs less memory than recording a whole step, works with every curvature and solver, and handles a failed
+    factorisation as usual. b, the cross term and KFAC's pass for its factors are recorded; products with a Hessian are
+    not. If an objective calls ``torch.func.grad`` or ``vjp`` itself, its passes cannot be recorded; a warning says so.
 
     Example:
         >>> import hyperkron as hk
@@ -117,7 +117,7 @@ class Implicit(Hypergradient):
         self._forget()
 
     def _check_slots(self) -> None:
-        """Refuse what does not belong in a slot, such as a class in place of its instance, or does not fit another."""
+        """Refuse arguments of the wrong type, such as a class instead of an instance, and unsupported combinations."""
         slots = [("curvature", self.curvature, Curvature, "KFAC()"), ("solver", self.solver, Solver, "Direct()")]
         if self.preconditioner is not None:
             slots.append(("preconditioner", self.preconditioner, Curvature, "KFAC()"))
@@ -135,7 +135,7 @@ class Implicit(Hypergradient):
             raise HyperkronError(f"solver={solver} has no use for warm_start=True; use GradientDescent or CG.")
 
     def _check_graph(self) -> None:
-        """Refuse a combination that reads from the device on its way, or whose state moves from step to step."""
+        """Refuse what cannot be recorded: steps that read from the device, or whose state changes between steps."""
         curvature, solver = self.curvature, self.solver
         solver.check_graph()
         if self.preconditioner is not None:
@@ -158,14 +158,14 @@ class Implicit(Hypergradient):
         self._replays: Replays | RecordedPasses = RecordedPasses() if self.graph == "passes" else Replays()
 
     def fresh(self) -> Implicit:
-        """The same configuration, whatever it holds, with an empty state and without recordings."""
+        """A copy of the configuration with an empty state and without recordings."""
         made = copy.copy(self)
         made._forget()
         return made
 
     @property
     def measures_curvature(self) -> bool:
-        """Whether A, or its preconditioner, depends on data: not so for the identity and SAMA's diagonal."""
+        """Whether A or its preconditioner is measured on data; False for the identity and SAMA's diagonal."""
         return self.preconditioner is not None or self.curvature.uses_data
 
     def _empty(self) -> ImplicitState:
@@ -182,15 +182,18 @@ class Implicit(Hypergradient):
         *,
         curvature_batch: Any = None,
     ) -> HypergradientResult:
-        """dΦ/dλ at the current (λ, θ); ``curvature_batch`` measures A on another batch than the cross term."""
-        self._meet(model)
+        """dΦ/dλ at the current (λ, θ).
+
+        A is measured on ``curvature_batch``, or on ``inner_batch`` if it is ``None``.
+        """
+        self._forget_other_model(model)
         answer, start = None, self._start(model)
-        place = functools.partial(
+        make_point = functools.partial(
             Point, problem, model, hyper, inner_batch, outer_batch, curvature_batch=curvature_batch
         )
         if self.state.calls % RECHECK == 0:
-            self.state.plain = self.state.plain or too_coarse(place)
-        given = getattr(problem, "autocast", None)  # what is not a problem will be refused by name
+            self.state.plain = self.state.plain or too_coarse(make_point)
+        given = getattr(problem, "autocast", None)  # Point raises an error if problem is not a BilevelProblem
         plain = self.state.plain if given is None else not given
         recorded = bool(self.graph) and graphs.available(next(model.parameters()).device)
         if recorded:
@@ -198,10 +201,10 @@ class Implicit(Hypergradient):
             states = memory, self.state.cross, self.curvature.due(memory), plain
             answer = self._replays.step(Request(self._answer, problem, model, hyper, batches, self.curvature, *states))
         if answer is None:
-            with place(plain=plain, passes=self._replays.passes if recorded else None) as point:
+            with make_point(plain=plain, passes=self._replays.passes if recorded else None) as point:
                 answer = self._answer(point, start)
             if recorded:
-                self._replays.saw(point)
+                self._replays.after_eager_step(point)
         solution = answer.solution.wait()
         if self.warm_start:
             self.state.start = solution.value
@@ -212,10 +215,10 @@ class Implicit(Hypergradient):
         (outer_loss,) = answer.value.wait()
         return HypergradientResult(answer.grads, solution.status, outer_loss, solution, stats)
 
-    def _meet(self, model: nn.Module) -> None:
-        """Forget curvature, solution and choices that belong to another model, as that of the next fold.
+    def _forget_other_model(self, model: nn.Module) -> None:
+        """Reset the state if it belongs to another model, such as the model of an earlier fold.
 
-        A model is known by its modules: their parameters may be replaced, as those of ``fully_shard`` are.
+        Models are compared by their modules, because ``fully_shard`` replaces parameters.
         """
         modules = list(model.modules()) if isinstance(model, nn.Module) else []
         known = [reference() for reference in self.state.modules]
@@ -226,24 +229,25 @@ class Implicit(Hypergradient):
             self.state.modules = [weakref.ref(module) for module in modules]
 
     def _start(self, model: nn.Module) -> Tree | None:
-        """The last solution, for a warm start; ``None`` also where other parameters are trained now."""
+        """The last solution for a warm start, or ``None`` if there is none or other parameters are trained now."""
         start = self.state.start if self.warm_start else None
         trained = {} if start is None else {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
         return start if start is not None and {name: x.shape for name, x in start.items()} == trained else None
 
     def _answer(self, point: Point, start: Tree | None) -> Answer:
-        """The formula at ``point``; on a GPU its numbers have been asked for, not waited for, but for the solver's."""
+        """The formula at ``point``; on a GPU only the solver waits for its results."""
         state = self.state
-        # the curvature first, so that the GPU factorises while more is asked of it; or b, so that no pass has inverses
-        early = self.curvature.lean and not point.recording and not point.brief_passes
+        # Usually curvature first: the GPU factorises while Python queues b. If memory is short b first: its pass then
+        # does not run while the inverses are in memory.
+        early = self.curvature.lean and not point.recording and not point.reuses_pass_memory
         first = _outer_gradients(point) if early else None
         operator = self.curvature.operator(point, state.curvature)
-        preconditioner = self._preconditioner(point, state)  # its pass comes before b, which it would overwrite
+        preconditioner = self._preconditioner(point, state)  # before b, because its pass may overwrite b
         value, b, direct = first or _outer_gradients(point)
         del first
-        if point.dtype == torch.float16:  # whose range is too narrow for v: the cross term takes it in float32
+        if point.dtype == torch.float16:  # its range is too narrow for v, so the cross term gets v in float32
             b = trees.widened(b)
-        if point.brief_passes and isinstance(operator, Invertible):
+        if point.reuses_pass_memory and isinstance(operator, Invertible):
             operator.overwrites = not self.solver.needs_products
         alike = point.curvature_batch is point.inner_batch and not point.problem.divided  # ranks may differ in this
         if alike and self.solver.needs_products:
@@ -251,7 +255,7 @@ class Implicit(Hypergradient):
         v, solution = self._solve(point, LinearSystem(operator, b, start, preconditioner))
         if not point.recording:
             operator.release()
-        if point.brief_passes:  # b is, and v may lie where b was
+        if point.reuses_pass_memory:  # the cross term overwrites b, and v may share its memory
             v = {name: x.clone() if x.data_ptr() == b[name].data_ptr() else x for name, x in v.items()}
         del b
         crossed = self.cross.term(point, v, operator, state.cross)
@@ -338,13 +342,13 @@ class Implicit(Hypergradient):
             loaded.cross = CrossState()
         loaded.start, loaded.calls, loaded.plain = state["start"], state["calls"], state.get("plain", False)
         self.state = loaded
-        self._forget_recordings()  # they draw from the generator, and write the inverses, of the state that was
+        self._forget_recordings()  # they use the generator and the inverses of the old state
 
 
 def _outer_gradients(point: Point) -> tuple[Tensor, Tree, Tree]:
-    """:func:`outer_gradients` as a pass; b is gone when the next one begins."""
+    """:func:`outer_gradients` as a pass; the next pass may overwrite b."""
     return point.run(
-        Pass("outer gradient", lambda at, _: outer_gradients(at), brief=lambda found: list(found[1].values()))
+        Pass("outer gradient", lambda at, _: outer_gradients(at), temporary=lambda found: list(found[1].values()))
     )
 
 

@@ -1,10 +1,10 @@
-"""The passes of a hypergradient through the model, each recorded as a CUDA graph, and all else in the ordinary way.
+"""Records each pass of a hypergradient through the model as a CUDA graph; the rest of the step runs eagerly.
 
-A large model in eager PyTorch waits for Python in its passes: the outer gradient, the factors, the cross term. It does
-not in what lies between, factorisations and solves, which are few large kernels. So only the passes are recorded. They
-have one memory, for what they compute on their way and for what they hand over: b, the factors and v are never needed
-at the same time. A recording of a whole step (:mod:`hyperkron.hypergradient.replay`) also holds the inverses, and the
-memory of all stages.
+In eager PyTorch the passes of a large model wait for Python: the outer gradient, the factors, the cross term.
+Factorisations and solves are few large kernels and do not wait. So only the passes are recorded. All recordings share
+one memory pool, for intermediate values and for results, because b, the factors and v are never needed at the same
+time. A recording of a whole step (:mod:`hyperkron.hypergradient.replay`) needs more: the memory of all stages, and the
+inverses.
 """
 
 from __future__ import annotations
@@ -21,51 +21,51 @@ from torch import Tensor
 from hyperkron.evaluation.passes import Pass, Passes
 from hyperkron.evaluation.point import Point
 from hyperkron.hypergradient.recordings import Recordings, Request
-from hyperkron.kernels.graphs import GeneratorCopies, Recording, StaticBatch, place_of
+from hyperkron.kernels.graphs import GeneratorCopies, Recording, StaticBatch, alias_of
 from hyperkron.kernels.selection import LayoutError
-from hyperkron.kernels.weight_casts import made_again
+from hyperkron.kernels.weight_casts import recast_in_backward
 from hyperkron.solution import HyperkronError
 
 
 @dataclass(frozen=True)
 class _RecordedPass:
-    """A recorded pass; its vectors, and the ids of its brief results: they are gone when another one is replayed."""
+    """A recorded pass, its input vectors, and the ids of its temporary results, which the next pass overwrites."""
 
     key: object
     given: dict[str, Tensor]
     recording: Recording[tuple[Any, list[Any]]]
-    brief: set[int]
+    temporary: set[int]
     generator_copies: GeneratorCopies
 
     def replay(self, point: Point, given: dict[str, Tensor]) -> Any:
-        """Its results; all but the brief ones in memory of their own."""
+        """The results of the pass; all but the temporary ones are copied out of the recording's memory."""
         if given:
             torch._foreach_copy_(list(self.given.values()), [given[name] for name in self.given])
         point.rewind_random()
         self.generator_copies.before_replay()
         found, checks = self.recording.replay()
         for value, error in checks:
-            point.execution.check_finite(value.clone(), error)  # the next pass may have its memory
-        return _mapped(found, lambda x: x if id(x) in self.brief else x.clone())
+            point.execution.check_finite(value.clone(), error)  # the next pass may overwrite the value
+        return _mapped(found, lambda x: x if id(x) in self.temporary else x.clone())
 
 
 class RecordedPasses(Recordings):
-    """The recorded passes of one hypergradient, made after the step that first needed them."""
+    """The recorded passes of one hypergradient; each is recorded after the first step that used it."""
 
     no_effect = "graph='passes' has no effect, because a pass cannot be recorded as a CUDA graph"
 
     def __init__(self) -> None:
         super().__init__()
         self._recorded: dict[str, _RecordedPass] = {}
-        self._noted: dict[str, Pass[Any]] = {}  # with shapes in place of vectors
+        self._to_record: dict[str, Pass[Any]] = {}  # with empty tensors in place of vectors
         self._batches: StaticBatch | None = None
         self._wanted: Request | None = None
         self._dropped = 0
         self._fitting = False
 
     def step(self, wanted: Request) -> None:
-        """A step begins: whether recordings hold for it."""
-        self._wanted, self._noted = wanted, {}
+        """Begin a step: find out whether the recordings can be used, and copy its batches."""
+        self._wanted, self._to_record = wanted, {}
         self._refuse_kept_casts(wanted)
         self._fitting = not self._given_up and wanted.problem.group.size == 1 and self._fits(wanted)
         if self._fitting and self._batches is not None:
@@ -82,40 +82,40 @@ class RecordedPasses(Recordings):
 
     @property
     def passes(self) -> Passes | None:
-        """What carries out the passes of this step."""
+        """The function that runs the passes of this step; ``None``: they run eagerly."""
         return self._run if self._fitting else None
 
     def _run(self, point: Point, wanted: Pass[Any]) -> Any:
-        """A pass by its recording, or else in the ordinary way, to be recorded after the step."""
+        """Replay a pass, or run it eagerly and remember to record it after the step."""
         recorded = self._recorded.get(wanted.name)
         if recorded is not None and recorded.key == wanted.key() and _alike(recorded.given, wanted.given):
             self._served += 1
             return recorded.replay(point, wanted.given)
         found = wanted.work(point, wanted.given)
         shapes = {name: _shape(x) for name, x in wanted.given.items()}
-        self._noted[wanted.name] = dataclasses.replace(wanted, given=shapes)
+        self._to_record[wanted.name] = dataclasses.replace(wanted, given=shapes)
         return found
 
-    def saw(self, point: Point) -> None:
-        """The step at ``point`` is over: record the passes that were not."""
-        if not self._fitting or not self._noted:
+    def after_eager_step(self, point: Point) -> None:
+        """Record the passes that ran eagerly in the step at ``point``."""
+        if not self._fitting or not self._to_record:
             return
         self._refuse_draws_on_host(point)
         if self._given_up:
             return
-        noted, self._noted = list(self._noted.values()), {}
+        new, self._to_record = list(self._to_record.values()), {}
         try:
             if self._batches is None:
                 assert self._wanted is not None
                 self._batches = StaticBatch(self._wanted.batches[:3])
-            copies = [GeneratorCopies(self._device) for _ in noted]
-            for one, own in zip(noted, copies, strict=True):
-                self._try(one, own)
-            torch.cuda.empty_cache()  # what only the first steps needed; recordings could not use it
-            for one, own in zip(noted, copies, strict=True):
-                self._recorded[one.name] = self._record(one, own)
+            copies = [GeneratorCopies(self._device) for _ in new]
+            for one, generators in zip(new, copies, strict=True):
+                self._warm_up(one, generators)
+            torch.cuda.empty_cache()  # recordings cannot use the memory that eager steps have cached
+            for one, generators in zip(new, copies, strict=True):
+                self._recorded[one.name] = self._record(one, generators)
         except LayoutError:
-            return  # it will not be changed again
+            return  # the next attempt keeps the layout
         except (RuntimeError, HyperkronError) as failure:
             self._give_up(str(failure).splitlines()[0])
 
@@ -124,84 +124,68 @@ class RecordedPasses(Recordings):
         assert self._wanted is not None
         return next(self._wanted.model.parameters()).device
 
-    def _place(self, generator_copies: GeneratorCopies) -> Point:
-        """Where passes are recorded."""
+    def _point(self, generator_copies: GeneratorCopies) -> Point:
+        """The point at which passes are recorded."""
         assert self._wanted is not None and self._batches is not None
-        wanted, (inner, outer, other) = self._wanted, self._batches.value
-        point = Point(
-            wanted.problem,
-            wanted.model,
-            wanted.hyper,
-            inner,
-            outer,
-            curvature_batch=other,
-            recording=True,
-            generator_copies=generator_copies,
-            plain=wanted.plain,
-        )
-        point.gives_vectors = True
+        point = self._wanted.recording_point(self._batches.value, generator_copies)
+        point.consumes_vectors = True
         return point
 
-    def _try(self, one: Pass[Any], generator_copies: GeneratorCopies) -> None:
-        """Carry a pass out once.
-
-        Libraries try their algorithms out, and it is seen how many copies of a generator are needed.
-        """
+    def _warm_up(self, one: Pass[Any], generator_copies: GeneratorCopies) -> None:
+        """Run a pass once: libraries choose their algorithms, and the generator copies are counted."""
         given = {name: torch.zeros_like(x, device=self._device) for name, x in one.given.items()}
         drawn = [(generator, generator.get_state()) for generator in one.generators]
         try:
-            with generator_copies.active(), self._place(generator_copies) as point:
-                _carried_out(one, point, given)
+            with generator_copies.active(), self._point(generator_copies) as point:
+                _run(one, point, given)
         finally:
             for generator, before in drawn:
                 generator.set_state(before)
 
     def _record(self, one: Pass[Any], generator_copies: GeneratorCopies) -> _RecordedPass:
-        """Record a pass; it is not carried out. Its memory is free again for those that are recorded later."""
-        gc.collect()  # what lies in reference cycles would keep the memory of the passes recorded before
-        taken: dict[str, Callable[[], Tensor]] = {}
+        """Record a pass without running it; passes that are recorded later can use its memory."""
+        gc.collect()  # reference cycles would keep the memory of passes recorded before
+        inputs: dict[str, Callable[[], Tensor]] = {}
 
         def work() -> tuple[Any, list[Any]]:
-            if taken:  # the stand-in of tests is called again
-                given = {name: place() for name, place in taken.items()}
+            if inputs:  # only tests call this twice
+                given = {name: alias() for name, alias in inputs.items()}
             else:  # in the memory of the recordings
                 given = {name: torch.empty_like(x, device=self._device) for name, x in one.given.items()}
-                taken.update((name, place_of(x)) for name, x in given.items())
-            return _carried_out(one, point, given), point.execution.handed_over()
+                inputs.update((name, alias_of(x)) for name, x in given.items())
+            return _run(one, point, given), point.execution.take_checks()
 
-        with generator_copies.active(), self._place(generator_copies) as point:
+        with generator_copies.active(), self._point(generator_copies) as point:
             recording = Recording(
                 work,
                 generators=[*one.generators, *generator_copies.copies],
                 pool=next((x.recording.pool for x in self._recorded.values()), None),
             )
-        places: dict[int, Tensor] = {}  # a tensor that is there twice stays one
-        recording.outputs = _mapped(recording.outputs, lambda x: places.setdefault(id(x), place_of(x.detach())()))
-        brief = {id(x) for x in one.brief(recording.outputs[0])}
-        given = {name: place() for name, place in taken.items()}
-        return _RecordedPass(one.key(), given, recording, brief, generator_copies)
+        aliases: dict[int, Tensor] = {}  # one alias per tensor, even if it occurs twice
+        recording.outputs = _mapped(recording.outputs, lambda x: aliases.setdefault(id(x), alias_of(x.detach())()))
+        temporary = {id(x) for x in one.temporary(recording.outputs[0])}
+        given = {name: alias() for name, alias in inputs.items()}
+        return _RecordedPass(one.key(), given, recording, temporary, generator_copies)
 
 
-def _carried_out(one: Pass[Any], point: Point, given: dict[str, Tensor]) -> Any:
-    """The results of a pass, by a way that needs less memory and would take more time if it were not recorded."""
-    with made_again(point.params.values()):
+def _run(one: Pass[Any], point: Point, given: dict[str, Tensor]) -> Any:
+    """The results of a pass, with cast weights recomputed: less memory, but slow unless it is recorded."""
+    with recast_in_backward(point.params.values()):
         return one.work(point, given)
 
 
 def _shape(x: Tensor) -> Tensor:
-    """A tensor of this shape and dtype without memory."""
+    """A tensor of the same shape and dtype without memory."""
     return torch.empty(x.shape, dtype=x.dtype, device="meta")
 
 
-def _alike(mine: dict[str, Tensor], its: dict[str, Tensor]) -> bool:
+def _alike(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     """Whether two trees have the same names, shapes and dtypes."""
-    return mine.keys() == its.keys() and all(
-        x.shape == its[name].shape and x.dtype == its[name].dtype for name, x in mine.items()
-    )
+    return a.keys() == b.keys() and all(x.shape == b[name].shape and x.dtype == b[name].dtype for name, x in a.items())
 
 
 def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """``value`` with all tensors in it, in dictionaries, tuples, lists and dataclasses, replaced."""
+    """``value`` with ``function`` applied to all tensors in its dictionaries, tuples, lists and dataclasses."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, dict):

@@ -1,6 +1,6 @@
-"""Whether a model under autocast has gradients that a hypergradient can be made of.
+"""Checks whether gradients under autocast are accurate enough for a hypergradient.
 
-Of hundreds of examples whose gradients cancel, bfloat16 may leave little (docs/performance.md).
+If the gradients of many examples nearly cancel, their sum in bfloat16 is mostly rounding (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -14,43 +14,43 @@ from hyperkron.evaluation.point import Point
 from hyperkron.losses import Loss
 from hyperkron.solution import NonFiniteError, warn_once
 
-ENOUGH = 0.99
-"""A cosine that autocast must leave: an angle of 8°."""
+MIN_COSINE = 0.99
+"""The least cosine between gradients with and without autocast: an angle of 8°."""
 
 
-def too_coarse(place: Callable[..., Point]) -> bool:
-    """Whether autocast turns ∂θ J_in or ∂θ J_out by more than :data:`ENOUGH` allows; it is then said, once.
+def too_coarse(make_point: Callable[..., Point]) -> bool:
+    """Whether the cosine of ∂θ J_in or ∂θ J_out with and without autocast is below :data:`MIN_COSINE`; warns once.
 
-    ``place`` makes the point. It costs an evaluation of each objective where there is no autocast, and four gradients
-    where there is; nothing where the problem says whether to use it.
+    The check costs one evaluation of each objective without autocast, and four gradients with it. It costs nothing if
+    the problem has ``autocast=True`` or ``False``.
     """
     for name, evaluate in (("J_out", Point.outer), ("J_in", Point.inner)):
-        cosine = _cosine(place, evaluate)
-        if cosine < ENOUGH:
+        cosine = _cosine(make_point, evaluate)
+        if cosine < MIN_COSINE:
             warn_once(
                 "autocast",
-                f"autocast turns ∂θ {name} away from what it is without (cosine {cosine:.3f}), so hypergradients are "
-                "evaluated without autocast; BilevelProblem(..., autocast=True) keeps it, autocast=False never has it.",
+                f"autocast changes the direction of ∂θ {name} (cosine {cosine:.3f}), so hypergradients are evaluated "
+                "without autocast; BilevelProblem(..., autocast=True) keeps it, autocast=False never uses it.",
             )
             return True
     return False
 
 
-def _cosine(place: Callable[..., Point], evaluate: Callable[[Point], Loss]) -> float:
-    """Between the gradients under autocast and without it; 1 where there is no autocast, or nothing to turn."""
-    with place(plain=True) as point:
+def _cosine(make_point: Callable[..., Point], evaluate: Callable[[Point], Loss]) -> float:
+    """The cosine between the gradients with and without autocast; 1 without autocast, or if the gradient is zero."""
+    with make_point(plain=True) as point:
         if point.problem.autocast is not None:
             return 1.0
         loss = evaluate(point)
         if not point.met_autocast or not loss.value.requires_grad:
-            point.execution.forget()  # the hypergradient evaluates the same, and checks it
+            point.execution.forget()  # the hypergradient repeats this evaluation and its checks
             return 1.0
         exact = gradient_tree(loss.value, point.params)
         del loss
     if not trees.norm(exact) > 0.0:
         return 1.0
     try:
-        with place() as point:
+        with make_point() as point:
             rounded = gradient_tree(evaluate(point).value, point.params)
     except NonFiniteError:  # float16 overflows
         return 0.0

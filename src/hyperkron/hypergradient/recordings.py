@@ -1,9 +1,9 @@
-"""What recordings of a hypergradient have in common: the step that is wanted, and whether they hold for it."""
+"""What the two kinds of recordings share: the requested step, and whether recordings can be used for it."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -13,19 +13,19 @@ from hyperkron.cross.state import CrossState
 from hyperkron.curvature import Curvature, CurvatureState
 from hyperkron.evaluation.point import Point
 from hyperkron.kernels.execution import Pending
-from hyperkron.kernels.graphs import places
+from hyperkron.kernels.graphs import GeneratorCopies, memory_key
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import Solution, warn_once
 from hyperkron.trees import Tree
 
-MISFITS = 3
-"""After this many batches in a row of other shapes, new recordings are made."""
-WASTED = 4
-"""After this many recordings of which most served one step only, no more are made."""
+MAX_MISMATCHES = 3
+"""Make new recordings after this many batches in a row of other shapes."""
+MAX_WASTED = 4
+"""Stop recording after this many recordings if most of them were replayed only once."""
 
 
 class Answer(NamedTuple):
-    """What a step found: J_out, dΦ/dλ, the solve, and notes."""
+    """The results of a step: J_out, dΦ/dλ, the solution, and notes for ``result.stats``."""
 
     value: Pending[list[float]]
     grads: Tree
@@ -34,13 +34,13 @@ class Answer(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A step that is wanted: what it does, at which point and on which batches, and the states it uses."""
+    """A requested step: the function to run, the point, the batches, and the states it uses."""
 
-    work: Callable[[Point, Tree | None], Answer]  # the formula, its solve begun at a tree or at zero
+    work: Callable[[Point, Tree | None], Answer]  # the formula; the solve starts from the tree, or from zero
     problem: BilevelProblem
     model: nn.Module
     hyper: nn.Module
-    batches: tuple[Any, Any, Any, Tree | None]  # inner, outer, the curvature's or None; where the solve begins
+    batches: tuple[Any, Any, Any, Tree | None]  # inner, outer, curvature (or None), and the start of the solve
     method: Curvature
     curvature: CurvatureState
     cross: CrossState
@@ -49,36 +49,43 @@ class Request(NamedTuple):
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """The dtype under which the model runs by ``torch.autocast``."""
+        """The dtype of the ``torch.autocast`` that the model runs under, or ``None``."""
         kind = next(self.model.parameters()).device.type
         enabled = torch.is_autocast_enabled(kind) and not self.plain
         return torch.get_autocast_dtype(kind) if enabled else None
 
     @property
     def generators(self) -> list[torch.Generator]:
-        """What the curvature draws random numbers from."""
+        """The generators that the curvature draws random numbers from."""
         return self.curvature.generators(next(self.model.parameters()).device)
 
+    def recording_point(self, batches: Sequence[Any], generator_copies: GeneratorCopies) -> Point:
+        """The point at which this step is recorded, on static ``batches`` (inner, outer, curvature)."""
+        inner, outer, curvature = batches
+        at = self.problem, self.model, self.hyper, inner, outer
+        options: dict[str, Any] = {"recording": True, "generator_copies": generator_copies, "plain": self.plain}
+        return Point(*at, curvature_batch=curvature, **options)
+
     def surroundings(self) -> object:
-        """What must not change between the recording of a pass and its replay, but for batches."""
+        """Everything except batches that must be the same when a pass is recorded and when it is replayed."""
         modes = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, self.autocast)
         objectives = self.problem.inner, self.problem.outer, self.plain
-        return objectives, places(self.model, self.hyper), modes
+        return objectives, memory_key(self.model, self.hyper), modes
 
     def key(self) -> object:
-        """The same for that of a whole step."""
+        """The same for a whole step."""
         return self.surroundings(), self.method.constants(self.curvature)
 
 
 class Recordings(ABC):
-    """The recordings of one hypergradient: dropped where they no longer fit, given up where they are of no use."""
+    """The recordings of one hypergradient; dropped if they no longer fit, given up if they do not pay off."""
 
     no_effect: ClassVar[str]
     """What the warning says before its reason."""
 
     def __init__(self) -> None:
         self._key: object = None
-        self._served = self._misfits = 0
+        self._served = self._mismatches = 0
         self._given_up = False
 
     @abstractmethod
@@ -86,30 +93,30 @@ class Recordings(ABC):
         """Forget all recordings."""
 
     def _refuse_kept_casts(self, wanted: Request) -> None:
-        """Give up where autocast would hand the casts of one step to the next."""
+        """Give up if autocast would reuse the cast weights of an earlier step."""
         if wanted.autocast is not None and torch.is_autocast_cache_enabled() and not self._given_up:
             self._give_up("autocast keeps casts of earlier weights; use torch.autocast(..., cache_enabled=False)")
 
     def _refuse_draws_on_host(self, point: Point) -> None:
-        """Give up where a recording would draw the same numbers in every step."""
+        """Give up if a replay would use the same random numbers in every step."""
         if point.drew_on_host and not self._given_up:
-            self._give_up("evaluations draw random numbers on the CPU, which would be the same ones in every step")
+            self._give_up("evaluations draw random numbers on the CPU, which would be the same in every step")
 
     def _refuse_waste(self, made: int) -> None:
-        """Give up where most of the recordings ``made`` served one step only."""
-        if made > WASTED and self._served < 2 * made:
-            self._give_up("the objectives, or the memory of model and hyper, are others in every step")
+        """Give up if most of the ``made`` recordings were replayed only once."""
+        if made > MAX_WASTED and self._served < 2 * made:
+            self._give_up("the objectives, or the memory of model and hyper, change in every step")
 
     def _hold(self, key: object, fit: Callable[[], bool]) -> bool:
-        """Whether recordings, if there are any, hold for a step; those that never will again are dropped."""
+        """Whether existing recordings can be used for a step; drops those that no longer can."""
         if key != self._key:
             self._key = key
             self._drop()
         if fit():
-            self._misfits = 0
+            self._mismatches = 0
             return True
-        self._misfits += 1
-        if self._misfits >= MISFITS:
+        self._mismatches += 1
+        if self._mismatches >= MAX_MISMATCHES:
             self._drop()
         return False
 

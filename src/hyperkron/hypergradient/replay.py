@@ -1,16 +1,15 @@
 """A whole hypergradient as a CUDA graph: recorded once, replayed for every later step.
 
-A small model on a large GPU waits for Python; a recording makes one launch of a thousand. It is optimistic: it takes
-for granted that factorisations succeed and that all numbers are finite. Everything that a step would have read from the
-device on its way is read in one piece at the end; if something is not as it should be, the same step is done again in
-the ordinary way. An iterative solver that ends early does all its iterations, but holds the value that it ended with.
-All evaluations of a step draw the same random numbers (dropout), and those of the next step others.
+A small model on a large GPU waits for Python; a recording replaces a thousand launches by one. A recording assumes that
+factorisations succeed and that all numbers are finite. All values that an eager step would read from the device are
+read together after the replay. If one of them shows a problem, the step is repeated eagerly. An iterative solver runs
+all its iterations, but keeps the value with which it would have stopped. All evaluations of one step draw the same
+random numbers (dropout); the next step draws new ones.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,13 +25,13 @@ from hyperkron.kernels.graphs import GeneratorCopies, Recording, StaticBatch
 from hyperkron.kernels.selection import LayoutError
 from hyperkron.solution import HyperkronError, Status
 
-REFUSED = 2
-"""After this many replays that had to be done again, and fewer that served, no more are made."""
+MAX_FAILED_REPLAYS = 2
+"""Stop recording after this many failed replays, if fewer succeeded."""
 
 
 @dataclass(frozen=True)
 class _Step:
-    """A recorded step; ``made`` is the state of a curvature that it measures again."""
+    """A recorded step; ``made`` is the curvature state it writes if it measures the curvature, else ``None``."""
 
     batches: StaticBatch
     recording: Recording[tuple[Tensor, Answer]]
@@ -41,7 +40,7 @@ class _Step:
     made: CurvatureState | None
 
     def replay(self, batches: Any) -> Answer | None:
-        """Its answers on ``batches``, in memory of their own; ``None`` where something is not as it should be."""
+        """The results on ``batches``, copied out of the recording's memory; ``None`` if the replay failed."""
         self.batches.fill(batches)
         self.generator_copies.before_replay()
         unread, answer = self.recording.replay()
@@ -62,21 +61,21 @@ class Replays(Recordings):
     def __init__(self) -> None:
         super().__init__()
         self._steps: dict[bool, _Step] = {}  # by whether the curvature is measured again
-        self._home: CurvatureState | None = None  # whose measurement they use
-        self._made = self._refused = 0
-        self._possible = False  # after an ordinary step
+        self._home: CurvatureState | None = None  # the state whose tensors the recordings read
+        self._made = self._failed_replays = 0
+        self._possible = False  # until an eager step has run
 
     @property
     def passes(self) -> None:
-        """An ordinary step is carried out as it comes."""
+        """``None``: passes of an eager step are not recorded on their own."""
 
-    def saw(self, point: Point) -> None:
-        """An ordinary step was done at ``point``: whether the next one can be recorded."""
+    def after_eager_step(self, point: Point) -> None:
+        """Called after an eager step at ``point``: allow recording, unless it drew random numbers on the CPU."""
         self._possible = True
         self._refuse_draws_on_host(point)
 
     def step(self, wanted: Request) -> Answer | None:
-        """One step by its recording, which is made first where there is none; ``None``: do it the ordinary way."""
+        """Replay one step, after recording it if necessary; ``None`` if the step must run eagerly."""
         self._refuse_kept_casts(wanted)
         decided = wanted.cross.decided(inner_key(wanted.problem, wanted.model, wanted.hyper))
         recordable = wanted.method.constants(wanted.curvature) is not None
@@ -99,20 +98,20 @@ class Replays(Recordings):
         self._steps, self._home = {}, None
 
     def _at_home(self, wanted: Request) -> bool:
-        """Whether the measurement in use, if the step needs one, lies where recordings take it from.
+        """Whether the measured curvature, if the step needs one, is in the memory that the recordings read.
 
-        That of a refresh that was not recorded lies elsewhere, and is copied there where it has the same shape.
+        The result of an eager refresh is in other memory. It is copied if the shapes are the same.
         """
         state, home = wanted.curvature, self._home
         if state.kept is None:
             return wanted.refreshing
         if home is None:
             if not wanted.refreshing and not wanted.method.records_refreshes:
-                self._home = copy.copy(state)  # all later ones will be copied there
+                self._home = copy.copy(state)  # later measurements are copied there
             return wanted.refreshing or self._home is not None
         if state.kept is home.kept or (wanted.refreshing and not wanted.method.keeps_parts):
             return True
-        place, given = (StaticBatch(s.tensors(), own=False) for s in (home, state))
+        place, given = (StaticBatch(s.tensors(), copy=False) for s in (home, state))
         if not place.fits(given.value):
             self._drop()
             return False
@@ -121,44 +120,40 @@ class Replays(Recordings):
         return True
 
     def _recorded(self, wanted: Request) -> _Step | None:
-        """Record a step, leaving all states as they were; ``None`` with a warning where it cannot be recorded."""
+        """Record a step without changing any state; ``None``, with a warning, if it cannot be recorded."""
         self._made += 1
         self._refuse_waste(self._made)
         if self._given_up:
             return None
         static, generators = StaticBatch(wanted.batches), wanted.generators
-        inner, outer, other, start = static.value
+        *batches, start = static.value
         states = [(state, copy.copy(state)) for state in (wanted.curvature, wanted.cross)]
-        at = wanted.problem, wanted.model, wanted.hyper, inner, outer
-        generator_copies = GeneratorCopies(next(wanted.model.parameters()).device)
-        place = functools.partial(
-            Point, *at, curvature_batch=other, recording=True, generator_copies=generator_copies, plain=wanted.plain
-        )
+        copies = GeneratorCopies(next(wanted.model.parameters()).device)
         drawn = [(generator, generator.get_state()) for generator in generators]
         try:
-            with generator_copies.active(), place() as point:  # not recorded yet: libraries try their algorithms out
+            with copies.active(), wanted.recording_point(batches, copies) as point:  # warm-up: libraries choose kernels
                 wanted.work(point, start)
             for generator, before in drawn:
                 generator.set_state(before)
             _restore(states)
-            with generator_copies.active(), place() as point:
+            with copies.active(), wanted.recording_point(batches, copies) as point:
                 recording = Recording(
                     lambda: _recorded(point, wanted.work(point, start)),
-                    generators=[*generators, *generator_copies.copies],
+                    generators=[*generators, *copies.copies],
                     pool=self._steps[True].recording.pool if True in self._steps else None,
                 )
             made = copy.copy(wanted.curvature) if wanted.refreshing else None
         except LayoutError:
-            return None  # it will not be changed again
+            return None  # the next attempt keeps the layout
         except (RuntimeError, HyperkronError) as failure:
             self._give_up(str(failure).splitlines()[0])
             return None
         finally:
             _restore(states)
-        return _Step(static, recording, generator_copies, point.execution, made)
+        return _Step(static, recording, copies, point.execution, made)
 
     def _replayed(self, wanted: Request) -> Answer | None:
-        """Carry the recording out; where it fails, leave the states as they were but for tensors it has spoilt."""
+        """Replay a recording; if it fails, restore the states and forget the tensors it has overwritten."""
         step, state = self._steps[wanted.refreshing], wanted.curvature
         drawn = [(generator, generator.get_state()) for generator in wanted.generators]
         answer = step.replay(wanted.batches)
@@ -166,12 +161,10 @@ class Replays(Recordings):
             for generator, before in drawn:
                 generator.set_state(before)
             if step.made is not None and state.kept is not None and state.kept is step.made.kept:
-                state.let_go()  # it has been written over
-            self._refused += 1
-            if self._refused >= REFUSED and self._refused > self._served:
-                self._give_up(
-                    "most replays had to be done again, because numbers were extreme or factorisations failed"
-                )
+                state.let_go()  # the replay has overwritten it
+            self._failed_replays += 1
+            if self._failed_replays >= MAX_FAILED_REPLAYS and self._failed_replays > self._served:
+                self._give_up("most replays had to be repeated, because numbers were extreme or factorisations failed")
             return None
         self._served += 1
         wanted.cross.calls += 1
@@ -180,12 +173,12 @@ class Replays(Recordings):
 
 
 def _recorded(point: Point, answer: Answer) -> tuple[Tensor, Answer]:
-    """What a replay has to read, and what it answers."""
+    """The values to read after a replay, and its results."""
     return point.execution.unread(), answer
 
 
 def _restore(states: list[tuple[Any, Any]]) -> None:
-    """What states were, from copies made before."""
+    """Restore states from copies made before."""
     for state, before in states:
-        vars(state).clear()  # also of what was not there before
+        vars(state).clear()
         vars(state).update(vars(before))

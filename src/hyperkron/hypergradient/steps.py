@@ -22,7 +22,7 @@ from hyperkron.validation import check_nonnegative, check_positive
 
 @dataclass(frozen=True)
 class StepState:
-    """What an optimizer remembers: the steps each parameter has taken, and trees beside θ by name (``momentum``, …)."""
+    """The state of an optimizer: the steps each parameter has taken, and trees shaped like θ (``momentum``, …)."""
 
     taken: dict[str, int]
     slots: dict[str, Tree]
@@ -109,8 +109,8 @@ class Adam(Step):
         d = g + weight_decay·θ,    m⁺ = β₁m + (1−β₁)d,    v⁺ = β₂v + (1−β₂)d²,
         θ⁺ = θ − lr · m⁺/(1−β₁ᵗ) / (√(v⁺/(1−β₂ᵗ)) + eps).
 
-    Where v⁺ = 0 (a gradient that was never anything but zero, as behind a dead ReLU) the derivative of √v⁺ is
-    taken as 0. There m⁺ = 0 too, so this is the exact derivative of the step, where plain autograd gives NaN.
+    Where v⁺ = 0 (all gradients so far were zero, as behind a dead ReLU) the derivative of √v⁺ is taken as 0. There
+    m⁺ = 0 too, so this is the exact derivative of the step, while plain autograd gives NaN.
 
     Reference: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2015).
 

@@ -232,7 +232,7 @@ class _Sweep:
         outer_loss, adjoint, direct = self._outer(after.map(Tensor.detach))
         adjoint, through = self._pull_back(before, after, adjoint)
         sizes = [_norm(direct), _norm(through)]
-        del before, after  # a graph goes before the next one is made
+        del before, after  # free this graph before the next one is built
         for t in reversed(range(self.first, self.steps - 1)):
             self._finite(f"∂Φ/∂θ after unrolled step {t + 1} of {self.steps}", adjoint)
             adjoint, further = self._pull_back(*self.linearise(self._recall(t)), adjoint)
@@ -252,7 +252,7 @@ class _Sweep:
         return outer_loss, grads
 
     def _warn_cancelled(self, total: Tensor, sizes: list[Tensor]) -> None:
-        """Say so where the terms of a model in half precision cancel to little more than their rounding."""
+        """Warn if, in half precision, the terms cancel to little more than their rounding error."""
         roundoff = self.point.roundoff
         if roundoff:
             share = float(total) / (sum(map(float, sizes)) or 1.0)
@@ -265,7 +265,7 @@ class _Sweep:
                 )
 
     def forward(self) -> _Iterate:
-        """From the model's parameters to (θ^{T−1}, s^{T−1}), keeping what the way back needs."""
+        """Step from the model's parameters to (θ^{T−1}, s^{T−1}), keeping the iterates for the backward sweep."""
         params = trees.map(Tensor.detach, self.point.params)
         iterate = _Iterate(0, params, self.optimizer.init(params))
         while iterate.t < self.steps - 1:
@@ -284,7 +284,7 @@ class _Sweep:
         return before, self._step(before, self._gradient(before.t, before.params, True))
 
     def _pull_back(self, before: _Iterate, after: _Iterate, adjoint: _Adjoint) -> tuple[_Adjoint, _Adjoint]:
-        """α^{t+1} ↦ α^t and α^{t+1} ∂_λ step_t, for each parameter of λ; the graph is spent."""
+        """α^{t+1} ↦ α^t and α^{t+1} ∂_λ step_t, for each parameter of λ; frees the graph."""
         pairs = zip(after.tensors(), adjoint, strict=True)
         known = [(x, a) for x, a in pairs if a is not None and x.requires_grad]
         inputs = before.tensors()
@@ -294,7 +294,7 @@ class _Sweep:
         return found[:count], found[count:]
 
     def _recall(self, t: int) -> _Iterate:
-        """(θ^t, s^t), recomputed from the kept iterate before it where it was not kept; then forgotten."""
+        """(θ^t, s^t), recomputed from the last kept iterate before it if necessary, and no longer kept."""
         if t not in self.kept:
             iterate = self.kept[t - (t - self.first) % self.every]
             while iterate.t < t:

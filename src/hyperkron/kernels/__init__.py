@@ -1,1 +1,1 @@
-"""The ground floor: which kernels run, CUDA graphs, second-order kernels and batched linear algebra."""
+"""The lowest layer: choice of kernels, CUDA graphs, second-order kernels and batched linear algebra."""

@@ -1,9 +1,9 @@
 """Waiting for the device, in one place: eager execution, which reads results, and recorded execution, which cannot.
 
-A GPU works through a queue: to read a number is to wait for all the work before it. So an eager step reads what can
-wait in one piece at its end. While a CUDA graph is recorded nothing can be read at all: the recording takes for granted
-that all goes well, and each replay is followed by one read that tells whether it did. If it did not, the replay is
-refused and the step is done again eagerly, which knows what to do about it.
+A GPU works through a queue, so reading a number waits for all the work before it. An eager step therefore reads as many
+values as possible together, at its end. While a CUDA graph is recorded nothing can be read. The recording assumes that
+all checks succeed, and one read after each replay tells whether they did. If not, the step is repeated eagerly, where
+errors are handled.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class Pending(Generic[T]):
 
     @classmethod
     def ready(cls, value: T) -> Pending[T]:
-        """A value that is there already."""
+        """A value that is already known."""
         return cls(lambda: value)
 
     def wait(self) -> T:
-        """The value; if it comes from a recording, that of the last replay."""
+        """The value; for a recording, the value of the last replay."""
         return self._finish()
 
     def then(self, function: Callable[[T], U]) -> Pending[U]:
-        """What ``function`` makes of the value, when that is waited for."""
+        """``function`` of the value, computed when it is waited for."""
         return Pending(lambda: function(self.wait()))
 
 
@@ -53,18 +53,18 @@ class Execution:
         self._finite: list[tuple[Tensor, Callable[[str], Exception]]] = []
         self._flags: list[Tensor] = []
         self._later: list[Tensor] = []
-        self._sizes: list[list[int]] = []  # of these three in a recording
+        self._sizes: list[list[int]] = []  # the sizes of the three lists above, in a recording
         self._replayed: list[list[float]] = []
 
     @property
     def queued(self) -> bool:
-        """Whether the device works through a queue, so that waiting for a result before going on costs time."""
+        """Whether the device works through a queue, so that waiting for a result costs time."""
         return self.device.type != "cpu"
 
     def check_finite(self, value: Tensor, error: Callable[[str], Exception]) -> None:
-        """Require that ``value``, a few numbers, is finite: known at once on a CPU, else by :meth:`settle`.
+        """Check that ``value``, a few numbers, is finite: immediately on a CPU, otherwise in :meth:`settle`.
 
-        ``error`` makes the error from "nan" or "infinite".
+        ``error("nan")`` or ``error("infinite")`` creates the error.
         """
         here = value.device.type == "cpu" and not self.recorded
         if here and not self.queued and value.ndim == 0 and math.isfinite(value.item()):
@@ -74,7 +74,7 @@ class Execution:
             self.settle()
 
     def settle(self) -> None:
-        """Read all values that must be finite, in one piece, and raise the error of the first that is not."""
+        """Read all values that must be finite, together, and raise the error of the first that is not."""
         if not self._finite or self.recorded:
             return
         checks, self._finite = self._finite, []
@@ -85,23 +85,23 @@ class Execution:
                 raise error("nan" if any(map(math.isnan, bad)) else "infinite")
 
     def forget(self) -> None:
-        """Let go of the checks that are not read yet, where a later evaluation makes the same ones."""
+        """Drop the pending checks, because a later evaluation repeats them."""
         self._finite = []
 
-    def handed_over(self) -> list[tuple[Tensor, Callable[[str], Exception]]]:
-        """The checks not read yet, for the step that a recorded part belongs to; every replay has new values."""
+    def take_checks(self) -> list[tuple[Tensor, Callable[[str], Exception]]]:
+        """Remove and return the pending checks; the step that replays this recording repeats them with new values."""
         checks, self._finite = self._finite, []
         return checks
 
     def read_flags(self, flags: Tensor) -> list[Any]:
-        """The entries of a vector that are zero if all is well; a recording assumes that they are."""
+        """Read a vector whose entries are zero on success; a recording assumes zeros and reads them later."""
         if not self.recorded:
             return flags.tolist()
         self._flags.append(flags)
         return [0] * flags.numel()
 
     def later(self, numbers: Tensor) -> Pending[list[float]]:
-        """Numbers that are needed at the end of the step only; those of a recording are read after each replay."""
+        """Numbers that are needed only at the end of the step; in a recording they are read after each replay."""
         if not self.recorded:
             return Pending(lambda: numbers.reshape(-1).tolist())
         position = len(self._later)
@@ -109,14 +109,14 @@ class Execution:
         return Pending(lambda: self._replayed[position])
 
     def unread(self) -> Tensor:
-        """Everything a replay has to read, as one vector: the last thing that is recorded."""
+        """Everything to read after a replay, as one vector; call this at the end of the recording."""
         parts = [value for value, _ in self._finite], self._flags, self._later
         self._finite, self._flags, self._later = [], [], []
         self._sizes = [[x.numel() for x in part] for part in parts]
         return _joined([x.detach().double() for part in parts for x in part])
 
     def replayed(self, unread: Tensor) -> bool:
-        """Read what a replay has left in ``unread``; whether it went as the recording took for granted."""
+        """Read the vector ``unread`` after a replay; returns whether all checks have succeeded."""
         numbers = iter(unread.tolist())
         finite, flags, self._replayed = ([list(itertools.islice(numbers, n)) for n in part] for part in self._sizes)
         return all(map(math.isfinite, itertools.chain(*finite))) and not any(itertools.chain(*flags))

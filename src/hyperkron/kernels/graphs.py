@@ -1,7 +1,7 @@
-"""Work of a GPU that is recorded once and replayed, so that Python does not launch it again.
+"""CUDA graphs: work of a GPU that is recorded once and then replayed without Python.
 
-A recording reads and writes the same memory every time. So batches are copied into a :class:`StaticBatch` before a
-replay, and whatever else was read must still be where it was: :func:`places` tells where that is.
+A replay reads and writes the same memory every time. So batches are copied into a :class:`StaticBatch` before a replay,
+and all other tensors must still be at the same address, which :func:`memory_key` checks.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ def available(device: torch.device) -> bool:
 
 
 class StaticBatch:
-    """A batch in memory of its own (of its tensors unless ``own``) that others of its shape are copied into."""
+    """A batch at a fixed address, into which other batches of its shape are copied.
 
-    def __init__(self, batch: Any, own: bool = True) -> None:
-        self.value = map_tensors(lambda x: x.detach().clone(), batch) if own else batch
+    With ``copy=False`` it uses the memory of the given tensors.
+    """
+
+    def __init__(self, batch: Any, copy: bool = True) -> None:
+        self.value = map_tensors(lambda x: x.detach().clone(), batch) if copy else batch
         self._shapes = shapes_of(batch)
 
     def fits(self, batch: Any) -> bool:
@@ -36,17 +39,17 @@ class StaticBatch:
 
     def fill(self, batch: Any) -> None:
         """Copy the tensors of ``batch``."""
-        for (_, mine), (_, its) in zip(tensors_of("", self.value), tensors_of("", batch), strict=True):
-            mine.copy_(its, non_blocking=True)
+        for (_, target), (_, source) in zip(tensors_of("", self.value), tensors_of("", batch), strict=True):
+            target.copy_(source, non_blocking=True)
 
 
 class Recording(Generic[T]):
-    """What ``function()`` does on the GPU, recorded as a CUDA graph; the function itself has not been carried out yet.
+    """The GPU work of ``function()`` as a CUDA graph; recording does not run it.
 
-    It launches work and waits for nothing; ``outputs`` is what it returned, in memory that every replay overwrites.
-    Every replay goes on where the ``generators`` and the device's own one are. ``pool`` is memory shared with another
-    recording, which must not be needed any more when this one is replayed, but for tensors that were alive when this
-    one was recorded.
+    ``function`` must not wait for the device. ``outputs`` is its return value; every replay overwrites this memory.
+    Every replay draws new random numbers from the ``generators`` and from the device's own generator. ``pool`` is the
+    memory of another recording to share. A replay may overwrite the results of that recording, except tensors that
+    were alive when this one was recorded.
     """
 
     def __init__(
@@ -65,89 +68,86 @@ class Recording(Generic[T]):
         try:
             with torch.cuda.graph(self._graph, pool=pool):
                 self.outputs = function()
-        except BaseException as error:  # generators would take the recording to go on for ever
+        except BaseException as error:  # otherwise the generators would stay in recording mode
             for generator, state in zip(drawn, before, strict=True):
                 generator.graphsafe_set_state(state)
             raise _reason(error) from None
 
     @property
     def pool(self) -> Any:
-        """Its memory, for another recording to share."""
+        """The memory pool of this recording, which another one can share."""
         return self._graph.pool()
 
     def replay(self) -> T:
-        """Carry it out."""
+        """Run the recorded work and return its outputs."""
         self._graph.replay()
         return self.outputs
 
 
-class _Place:
-    """Bytes of a GPU's memory, as arrays of other libraries are handed over: whoever reads them does not own them."""
+class _DeviceMemory:
+    """Bytes of GPU memory, described by the CUDA array interface; a tensor made of it does not own the memory."""
 
     def __init__(self, address: int, size: int) -> None:
         data = (address, False)
         self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": data, "version": 2}
 
 
-def place_of(x: Tensor) -> Callable[[], Tensor]:
-    """Makes tensors in the memory of ``x`` that do not keep it: what was recorded lies there though it was given back.
+def alias_of(x: Tensor) -> Callable[[], Tensor]:
+    """A function that returns a tensor in the memory of ``x`` without keeping this memory alive.
 
-    So other recordings with the same ``pool`` may use it in between. On a CPU it is ``x`` that is made. To be called
-    when nothing is being recorded.
+    A replay writes its results there even if the allocator has the memory back, and other recordings of the same
+    ``pool`` can use it in between. On a CPU the function returns ``x``. It must not be called while recording.
     """
     if not x.is_cuda or not x.numel():
         return lambda: x
     shape, stride, dtype, device = x.shape, x.stride(), x.dtype, x.device
     last = sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
-    place = _Place(x.data_ptr(), (last + 1) * x.element_size())
-    return lambda: torch.as_tensor(place, device=device).view(dtype).as_strided(shape, stride)
+    memory = _DeviceMemory(x.data_ptr(), (last + 1) * x.element_size())
+    return lambda: torch.as_tensor(memory, device=device).view(dtype).as_strided(shape, stride)
 
 
 class GeneratorCopies:
-    """Lets several parts of a recording draw the same random numbers, as the evaluations at one point do.
+    """Lets several evaluations in one recording draw the same random numbers.
 
-    A generator cannot be set back while a graph is recorded. So each part draws from a copy of the device's generator.
-    Before a replay all copies are set to where that generator is; it does not move itself.
-
-    Args:
-        device: the GPU.
+    A generator cannot be rewound while a graph is recorded. So each evaluation draws from its own copy of the device's
+    generator. Before a replay all copies get the state of that generator, which does not advance.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._generator = torch.cuda.default_generators[device.index or 0]
-        self._own = self._generator
+        self._original = self._generator
         self.copies: list[torch.Generator] = []
-        self._begun = 0
+        self._used = 0
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Inside, parts draw from copies; afterwards the generator is as it was, also if a recording has failed.
+        """Inside the block, evaluations draw from copies; afterwards the generator is restored, also after an error.
 
-        The first time, as many copies are made as there are parts; a recording then uses these again.
+        The first use (the warm-up) makes one copy per evaluation; the recording uses the same copies.
         """
-        self._own, self._begun = self._generator.graphsafe_get_state(), 0
-        self._generator.graphsafe_set_state(self._own.clone_state())  # a recording that fails may spoil this one
+        self._original, self._used = self._generator.graphsafe_get_state(), 0
+        self._generator.graphsafe_set_state(self._original.clone_state())  # a failed recording may damage this one
         try:
             yield
         finally:
-            self._generator.graphsafe_set_state(self._own)
+            self._generator.graphsafe_set_state(self._original)
 
     def rewind(self) -> None:
-        """The next part begins: it draws what the first one drew."""
-        if self._begun == len(self.copies):
-            self.copies.append(self._own.clone_state())
-        self._generator.graphsafe_set_state(self.copies[self._begun])
-        self._begun += 1
+        """Begin the next evaluation: it draws the same numbers as the first one."""
+        if self._used == len(self.copies):
+            self.copies.append(self._original.clone_state())
+        self._generator.graphsafe_set_state(self.copies[self._used])
+        self._used += 1
 
     def before_replay(self) -> None:
-        """Set all copies to where the generator is."""
+        """Set all copies to the current state of the generator."""
         now = self._generator.get_state()
         for copy in self.copies:
             copy.set_state(now)
 
 
 def _reason(error: BaseException) -> BaseException:
-    """What went wrong first: the end of a recording that failed raises an error of its own, which says nothing."""
+    """The original error: ending a failed recording raises a second error, which does not name the cause."""
     while error.__context__ is not None:
         error = error.__context__
     if isinstance(error, RuntimeError) and "copy between CPU and CUDA tensors" in str(error):
@@ -155,8 +155,8 @@ def _reason(error: BaseException) -> BaseException:
     return error
 
 
-def places(*modules: nn.Module) -> tuple[object, ...]:
-    """The parts of modules, what is switched on in them, and where their tensors lie: a recording is for these."""
+def memory_key(*modules: nn.Module) -> tuple[object, ...]:
+    """What a recording depends on: submodules, their switches and hooks, and the addresses of their tensors."""
     tensors = [x for m in modules for x in (*m.parameters(), *m.buffers())]
     parts = [part for m in modules for part in m.modules()]
     return (*((x.data_ptr(), x.requires_grad) for x in tensors), *map(id, parts), switches(parts))

@@ -7,10 +7,10 @@ matrices until the pieces are small,
     [Q  D ] = [C  R ] [    Rᵀ] ,     P = K Kᵀ ,   C = Q K⁻ᵀ ,   D − C Cᵀ = R Rᵀ ,
 
 so that nearly all work is in batched matrix products: n³/2 operations, and half the memory of an explicit inverse. The
-small triangles are kept inverted, and a solve is a sequence of products too. Building runs in full float32 whatever the
-global setting (:mod:`~hyperkron.kernels.split_products`), for every piece feeds those below it; solves follow the
-setting. No entry of L is larger than the root of the largest entry of M, so large matrices are scaled once
-(:class:`Scaled`) and their pieces never.
+small triangles are kept inverted, so a solve consists of products too. The factorisation always runs in full float32
+(:mod:`~hyperkron.kernels.split_products`), because errors would accumulate from piece to piece; solves follow the
+global TF32 setting. No entry of L is larger than the root of the largest entry of M, so a large matrix is scaled once
+(:class:`Scaled`) and its pieces need no scaling.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from hyperkron.kernels.split_products import (
 )
 
 LEAF = 256
-"""Matrices of this size are inverted by the library's batched Cholesky, where operations are what costs."""
+"""Matrices up to this size are factorised by the library's batched Cholesky."""
 LARGE_LEAF = 1152
-"""The same where launches are what costs (not in a CUDA graph): at most ``FEW`` matrices of at most twice this size."""
-FEW = 8
+"""The same for at most ``FEW_MATRICES`` matrices of at most twice this size, outside CUDA graphs: fewer launches."""
+FEW_MATRICES = 8
 
-LARGEST = 7
+MAX_EXPONENT = 7
 """Matrices are scaled so that no entry of L is larger than 2 to this power."""
 
-WIDE = {"cpu": 128}
-"""Gram matrices at least so wide are computed by blocks, by device type; on a GPU it gains nothing."""
+MIN_BLOCKED_WIDTH = {"cpu": 128}
+"""Gram matrices of at least this width are computed by blocks, by device type; on a GPU this gains nothing."""
 
 
 def tf32_products(device: torch.device) -> bool:
@@ -63,7 +63,7 @@ class Cholesky:
         """n."""
         return self.factor.shape[-1]
 
-    def solve(self, v: Tensor, own: bool = False) -> Tensor:
+    def solve(self, v: Tensor, overwrite: bool = False) -> Tensor:
         """M⁻¹ V for V of shape (L, n, k)."""
         half = torch.linalg.solve_triangular(self.factor.mT, v.mT, upper=True, left=False)
         return torch.linalg.solve_triangular(self.factor, half, upper=False, left=False).mT
@@ -84,8 +84,8 @@ class Cholesky:
 class Halves(ABC):
     """M = L Lᵀ as something that applies L⁻¹, L⁻ᵀ, L and Lᵀ to V of shape (L, n, k).
 
-    ``forward`` writes L⁻¹ V to ``out`` and ``backward`` L⁻ᵀ V; both use V up. So a solve goes to and fro between two
-    pieces of memory, laid out as V is, and copies nothing. ``lower`` is L V and ``upper`` is Lᵀ V.
+    ``forward`` writes L⁻¹ V to ``out`` and ``backward`` writes L⁻ᵀ V; both overwrite V. So a solve alternates between
+    two buffers with the layout of V and copies nothing. ``lower`` is L V and ``upper`` is Lᵀ V.
     """
 
     @property
@@ -93,9 +93,9 @@ class Halves(ABC):
     def size(self) -> int:
         """n."""
 
-    def solve(self, v: Tensor, own: bool = False) -> Tensor:
-        """M⁻¹ V; in the memory of V where that is the caller's ``own`` to give."""
-        v = v if own else v.clone()
+    def solve(self, v: Tensor, overwrite: bool = False) -> Tensor:
+        """M⁻¹ V; in the memory of V with ``overwrite``."""
+        v = v if overwrite else v.clone()
         half = torch.empty_like(v)
         self.forward(v, half)
         self.backward(half, v)
@@ -118,7 +118,7 @@ class Halves(ABC):
     def upper(self, v: Tensor) -> Tensor: ...
 
     def put_inverse_triangle(self, out: Tensor, times: Tensor) -> None:
-        """c L⁻¹ as matrices (L, n, n), with ``times`` the c of each, (L, 1, 1); products follow the setting."""
+        """Write c L⁻¹ to ``out`` (L, n, n), where ``times`` (L, 1, 1) holds c; products follow the TF32 setting."""
         leaf = self._corner()
         found = leaf.new_zeros(leaf.shape[0], self.size, self.size)
         self._put_inverse(found)
@@ -126,10 +126,10 @@ class Halves(ABC):
 
     @abstractmethod
     def put_half_inverse(self, out: Tensor, root: Tensor, unit: float) -> None:
-        """u r L⁻¹ in float16, by products in float16, for the ``root`` r of the least eigenvalue of M, (L, 1, 1)."""
+        """Write u r L⁻¹ to ``out`` by products in float16; ``root`` (L, 1, 1) is r, r² the least eigenvalue of M."""
 
     def contraction(self, x: Tensor, times: float) -> Tensor:
-        """c L⁻¹ X in full precision, of which no entry reaches 2¹⁵."""
+        """c L⁻¹ X in full precision; all its entries must be below 2¹⁵."""
         given = x * times
         found = torch.empty_like(given)
         with full_precision():
@@ -138,11 +138,11 @@ class Halves(ABC):
 
     @abstractmethod
     def _corner(self) -> Tensor:
-        """The first of the leaves."""
+        """The inverse of the first leaf."""
 
     @abstractmethod
     def _put_inverse(self, out: Tensor) -> None:
-        """L⁻¹ in place of zeros."""
+        """Write L⁻¹ to ``out``, which holds zeros."""
 
     def part(self, begin: int, end: int) -> Halves:
         """The matrices ``begin`` to ``end`` of the batch."""
@@ -156,7 +156,7 @@ class Halves(ABC):
 
 @dataclass(frozen=True)
 class Leaf(Halves):
-    """A small L by its inverse."""
+    """A small L, stored as its inverse."""
 
     inverse: Tensor
 
@@ -165,7 +165,7 @@ class Leaf(Halves):
         return self.inverse.shape[-1]
 
     def forward(self, v: Tensor, out: Tensor) -> None:
-        torch.bmm(self.inverse, v, out=out)  # one call; ``@`` makes six of it
+        torch.bmm(self.inverse, v, out=out)  # one call; ``@`` makes six
 
     def backward(self, v: Tensor, out: Tensor) -> None:
         torch.bmm(self.inverse.mT, v, out=out)
@@ -177,7 +177,7 @@ class Leaf(Halves):
         out.copy_(self.inverse)
 
     def put_half_inverse(self, out: Tensor, root: Tensor, unit: float) -> None:
-        # what is larger belongs to the ones that a system may be enlarged by, whose eigenvalue may be less than r²
+        # larger entries come from the ones that pad a system, whose eigenvalue may be below r²
         torch.mul(self.inverse, unit * root, out=out).clamp_(max=2 * unit)
 
     def lower(self, v: Tensor) -> Tensor:
@@ -189,7 +189,7 @@ class Leaf(Halves):
 
 @dataclass(frozen=True)
 class Node(Halves):
-    """A large L by its diagonal halves K (``head``) and R (``tail``) and the block C below the diagonal."""
+    """A large L, stored as its diagonal blocks K (``head``) and R (``tail``) and the block C below the diagonal."""
 
     head: Halves
     c: Tensor
@@ -241,7 +241,7 @@ class Node(Halves):
 
 @dataclass(frozen=True)
 class Scaled(Halves):
-    """L by s L (``scaled``), which is no larger than two to the power :data:`LARGEST`, and s, a power of two, (L,)."""
+    """L, stored as s L (``scaled``), whose entries are at most 2 to the power :data:`MAX_EXPONENT`, and s (L,)."""
 
     scaled: Halves
     scale: Tensor
@@ -260,8 +260,8 @@ class Scaled(Halves):
     def backward(self, v: Tensor, out: Tensor) -> None:
         self.scaled.backward(v.mul_(self._times), out)
 
-    def solve(self, v: Tensor, own: bool = False) -> Tensor:
-        return self.scaled.solve(v.mul_(self._times**2) if own else v * self._times**2, own=True)
+    def solve(self, v: Tensor, overwrite: bool = False) -> Tensor:
+        return self.scaled.solve(v.mul_(self._times**2) if overwrite else v * self._times**2, overwrite=True)
 
     def lower(self, v: Tensor) -> Tensor:
         return self.scaled.lower(v) / self._times
@@ -304,40 +304,40 @@ def load_factorization(state: dict[str, Any]) -> Any:
     return Node(load_factorization(state["head"]), state["c"], load_factorization(state["tail"]))
 
 
-def factorize(matrices: Tensor, lean: bool = False, own: bool = False) -> tuple[Factorization, Tensor]:
+def factorize(matrices: Tensor, lean: bool = False, overwrite: bool = False) -> tuple[Factorization, Tensor]:
     """(factorisation, info) of a batch (L, n, n); ``info`` is non-zero where a matrix is not positive definite.
 
-    Where memory counts more than launches (``lean``) leaves are small: they are squares of which a half is zero.
-    Matrices that are the caller's ``own`` to give are used up.
+    With ``lean`` leaves are small: more launches, but less memory, because half of a leaf is zeros. With ``overwrite``
+    the memory of ``matrices`` is used.
     """
     if matrices.device.type == "cpu":
         factor, info = torch.linalg.cholesky_ex(matrices)
         return Cholesky(factor), info
     recorded = matrices.is_cuda and torch.cuda.is_current_stream_capturing()
     with full_precision():
-        few_and_small = matrices.shape[0] <= FEW and matrices.shape[1] <= 2 * LARGE_LEAF
+        few_and_small = matrices.shape[0] <= FEW_MATRICES and matrices.shape[1] <= 2 * LARGE_LEAF
         leaf = LARGE_LEAF if few_and_small and not (recorded or lean) else LEAF
-        given = matrices if own else matrices.clone()
+        given = matrices if overwrite else matrices.clone()
         make = _scaled if splits(matrices.shape[1] // 2, like=matrices) else _halved
         return make(given, leaf, recorded)
 
 
 def _scaled(m: Tensor, leaf: int, recorded: bool = False) -> tuple[Halves, Tensor]:
-    """The factorisation of M, which is used up, with its entries in the range of float16."""
+    """The factorisation of M with its entries in the range of float16; overwrites M."""
     largest = m.diagonal(dim1=1, dim2=2).amax(-1).clamp(1e-25, 1e25)
-    scale = torch.ldexp(torch.ones_like(largest), LARGEST - torch.frexp(largest.sqrt())[1])
+    scale = torch.ldexp(torch.ones_like(largest), MAX_EXPONENT - torch.frexp(largest.sqrt())[1])
     with bounded():
         found, info = _halved(m.mul_(scale.square()[:, None, None]), leaf, recorded)
     return Scaled(found, scale), info
 
 
 def _halved(m: Tensor, leaf: int, recorded: bool = False) -> tuple[Halves, Tensor]:
-    """The factorisation of M, which is used up; launches cost nothing where they are ``recorded``."""
+    """The factorisation of M; overwrites M. If it is ``recorded``, more and smaller launches are used."""
     n = m.shape[-1]
     if n <= leaf:
         factor, info = torch.linalg.cholesky_ex(m)
         return Leaf(triangles.inverse(factor, blocks=recorded)), info
-    k = n // 2 if n <= 128 else (n // 2 + 63) // 64 * 64  # aligned; a lone last row, a bias, ends in the tail
+    k = n // 2 if n <= 128 else (n // 2 + 63) // 64 * 64  # aligned; an extra row for the bias goes into the tail
     head, info_head = _halved(m[:, :k, :k], leaf, recorded)
     found = m.new_empty(m.shape[0], k, n - k)
     head.forward(m[:, :k, k:], found)
@@ -347,15 +347,15 @@ def _halved(m: Tensor, leaf: int, recorded: bool = False) -> tuple[Halves, Tenso
 
 def in_blocks(rows: Tensor) -> bool:
     """Whether :func:`gram` computes a block triangle only."""
-    least = WIDE.get(rows.device.type)
+    least = MIN_BLOCKED_WIDTH.get(rows.device.type)
     return least is not None and rows.shape[0] == 1 and rows.shape[2] >= least
 
 
 def gram(rows: Tensor) -> Tensor:
     """rowsᵀ rows for rows of shape (L, R, n).
 
-    Where operations are what it costs, a block triangle is computed and mirrored: five eighths of the operations, and
-    the result is exactly symmetric.
+    For wide matrices on a CPU, a block triangle is computed and mirrored: five eighths of the operations, and the
+    result is exactly symmetric.
     """
     if splits(*rows.shape[1:], like=rows):
         return gram_product(rows)
@@ -363,7 +363,7 @@ def gram(rows: Tensor) -> Tensor:
         return torch.bmm(rows.mT, rows)
     x, n = rows[0], rows.shape[2]
     if not in_blocks(rows):
-        return (x.mT @ x)[None]  # faster as such than as a batch of one
+        return (x.mT @ x)[None]  # faster than a batch of one
     found = x.new_empty(n, n)
     step = -(-n // 4)
     for begin in range(0, n, step):

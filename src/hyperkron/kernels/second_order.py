@@ -1,8 +1,8 @@
-"""Convolution and batch norm whose tangents and second derivatives are made of the kernels of a first derivative.
+"""Convolution and batch norm with fast tangents and second derivatives, computed by the kernels of first derivatives.
 
-torch takes a convolution's second derivative in its weight as a convolution whose kernel is a whole image, and that of
-batch norm, as its tangent, from dozens of passes over memory. Both have closed forms. For a convolution these are
-convolutions. For z = w x̂ + b with x̂ = (x − mean)/std over N values of a channel, the Jacobian of x̂ in x is symmetric,
+torch computes the second derivative of a convolution in its weight as a convolution with a whole image as its kernel.
+For batch norm it needs dozens of passes over memory. Both have closed forms. For a convolution these are convolutions.
+For z = w x̂ + b with x̂ = (x − mean)/std over N values of a channel, the Jacobian of x̂ in x is symmetric,
 
     P = (I − 11ᵀ/N − x̂x̂ᵀ/N)/std ,
 
@@ -40,7 +40,7 @@ def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, shape: Shape) -> T
 def _convolution_pullback(
     g: Tensor, x: Tensor, weight: Tensor, shape: Shape, wanted: list[bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Of input, weight and bias, where ``wanted``."""
+    """The gradients of input, weight and bias; ``None`` where they are not ``wanted``."""
     stride, padding, dilation, groups = shape
     return torch.ops.aten.convolution_backward(
         g, x, weight, [weight.shape[0]], stride, padding, dilation, False, [0] * len(stride), groups, wanted
@@ -83,7 +83,7 @@ class _Convolution(torch.autograd.Function):
 
 
 class _ConvolutionPullback(torch.autograd.Function):
-    """g ↦ its pullbacks, and how they change with g, x and W."""
+    """The backward pass of :class:`_Convolution` as a function of g, x and W, with its own derivative."""
 
     @staticmethod
     def forward(g: Tensor, x: Tensor, weight: Tensor, shape: Shape, wanted: list[bool]) -> Any:
@@ -130,7 +130,7 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """``F.batch_norm``; in training mode and full precision by :class:`_BatchNorm`."""
+    """``F.batch_norm``; in training mode and full precision it uses :class:`_BatchNorm`."""
     alike = all(x is not None and plain(x) and x.dtype == input.dtype for x in (input, weight, bias))
     wide = input.dtype in (torch.float32, torch.float64)
     if not (training and alike and wide) or input.numel() <= input.shape[1]:
@@ -160,7 +160,7 @@ def _along_normalised(scale: Tensor, x: Tensor, kept: tuple[Tensor, Tensor, Tens
 
 
 class _BatchNorm(torch.autograd.Function):
-    """z = w x̂ + b with the statistics of the batch; also what its derivatives need."""
+    """z = w x̂ + b with the statistics of the batch; also returns what the derivatives need."""
 
     @staticmethod
     def forward(
@@ -207,7 +207,7 @@ class _BatchNorm(torch.autograd.Function):
 
 
 class _BatchNormPullback(torch.autograd.Function):
-    """g ↦ (w P g, ⟨g, x̂⟩, Σ g), and how they change with g, x and w."""
+    """The backward pass g ↦ (w P g, ⟨g, x̂⟩, Σ g) as a function of g, x and w, with its own derivative."""
 
     @staticmethod
     def forward(
@@ -251,11 +251,11 @@ class _BatchNormPullback(torch.autograd.Function):
 def _elementary(
     g: Tensor, x: Tensor, weight: Tensor, vectors: tuple[Tensor | None, ...], eps: float
 ) -> tuple[Tensor | None, ...]:
-    """The pullback of ``vectors`` by elementary operations, which can be differentiated further.
+    """The pullback of ``vectors`` by elementary operations, which can be differentiated again.
 
-    torch's own second derivative of batch norm takes the statistics for constants: its third would be wrong.
+    torch's second derivative of batch norm treats the statistics as constants, so its third would be wrong.
     """
-    # as variables of their own: g itself may depend on x
+    # separate variables, because g itself may depend on x
     inputs = [t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in (g, x, weight)]
     bias = torch.zeros_like(weight, requires_grad=True)
     variance, mean = torch.var_mean(inputs[1], [d for d in range(x.dim()) if d != 1], correction=0, keepdim=True)

@@ -1,11 +1,12 @@
 """Which kernels are used while a hypergradient evaluates a model.
 
-What is differentiated twice, or carries tangents, takes attention that can be, and weight norm without torch's fused
-kernel, whose second derivative is wrong and which has no tangent. On a GPU, where they pay:
+An evaluation that is differentiated twice, or carries tangents, uses attention kernels that support this. It computes
+weight norm without torch's fused kernel, whose second derivative is wrong and which has no tangent. On a GPU two more
+changes are made where they save time:
 
-- *Second derivatives* of convolutions and batch norm in closed form (``second_order.py``).
-- *Layout.* In TF32 and half precision, tensor cores take channels last: the first convolution makes one copy, and the
-  others find it so, where the library would copy before and after every convolution.
+- *Second derivatives* of convolutions and batch norm are computed in closed form (``second_order.py``).
+- *Layout.* In TF32 and half precision, convolutions run in channels-last layout. The first convolution copies its input
+  once; otherwise the library would copy before and after every convolution.
 """
 
 from __future__ import annotations
@@ -29,24 +30,24 @@ from hyperkron.trees import HALF_TYPES
 T = TypeVar("T")
 
 LARGE = 2**24
-"""This many numbers make a tensor large: its kernels take longer than launching them."""
+"""A tensor with at least this many numbers is large: its kernels take longer than launching them."""
 
 _CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
 _CONTIGUOUS_ONLY: WeakSet[nn.Module] = WeakSet()
-"""Models that fail on images laid out channels last, as ``x.view(len(x), -1)`` does."""
-_IDLE: WeakKeyDictionary[nn.Module, set[Hashable]] = WeakKeyDictionary()
-"""For which sizes of batches nothing was worth changing: watching every function of a model costs time, too."""
+"""Models that fail with channels-last images, for example because of ``x.view(len(x), -1)``."""
+_NOTHING_TO_CHANGE: WeakKeyDictionary[nn.Module, set[Hashable]] = WeakKeyDictionary()
+"""The batch sizes of each model for which no change saves time; intercepting every function would cost time."""
 
 
 class LayoutError(RuntimeError):
-    """A model does not take channels last; it will be left alone the next time."""
+    """A model does not work in channels-last layout; the next evaluation does not change the layout."""
 
 
 class Kernels(TorchFunctionMode):
-    """The functions above in place of torch's, where they pay, or ``always``.
+    """Replaces torch's functions by those above where that saves time, or ``always``.
 
-    ``second_order``: what is evaluated will be differentiated twice, or carries tangents. ``channels_last``:
-    convolutions may change the layout, and ``converted`` tells whether one has.
+    ``second_order``: the result will be differentiated twice, or carries tangents. ``channels_last``: convolutions may
+    change the layout; ``converted`` tells whether one did.
     """
 
     def __init__(self, *, second_order: bool, channels_last: bool, always: bool) -> None:
@@ -85,7 +86,7 @@ class Kernels(TorchFunctionMode):
             if pays:
                 self.converted = True
                 input = input.contiguous(memory_format=torch.channels_last)
-                if self.second_order:  # it is needed often; else the kernel converts it, and no graph holds the copy
+                if self.second_order:  # it is used several times; otherwise the kernel converts it without a copy
                     weight = weight.contiguous(memory_format=torch.channels_last)
         alike = input.dtype == weight.dtype and not torch.is_autocast_enabled(input.device.type)
         if not (self.second_order and pays and usual and alike) or isinstance(padding, str):
@@ -95,7 +96,7 @@ class Kernels(TorchFunctionMode):
 
 
 class PlainWeightNorm(TorchFunctionMode):
-    """v · g/‖v‖ by elementary operations: torch's fused kernel takes ‖v‖ for a constant in its second derivative."""
+    """v · g/‖v‖ by elementary operations: torch's fused kernel treats ‖v‖ as a constant in its second derivative."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -110,9 +111,9 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
 
 
 class WithoutAutocast(TorchFunctionMode):
-    """Every function of torch runs without autocast on a kind of device, whatever a model enables around it.
+    """Runs every torch function without autocast on one device type, even if the model enables autocast.
 
-    ``entered`` counts those in force: what evaluates a model later must do it likewise.
+    ``entered`` counts the active contexts, so that later evaluations of the same objective can do the same.
     """
 
     entered: ClassVar[int] = 0
@@ -147,7 +148,7 @@ class WithoutAutocast(TorchFunctionMode):
 def chosen(
     model: nn.Module, device: torch.device, size: int, *, differentiable: bool, recording: bool
 ) -> Kernels | None:
-    """What an evaluation of ``model`` on a batch of this many numbers runs under; ``None``: nothing pays."""
+    """The kernels for evaluating ``model`` on a batch of ``size`` numbers; ``None`` if no change saves time."""
     if device.type != "cuda" or (not (differentiable or recording) and small(model, device, size)):
         return None
     kinds = (nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm)
@@ -157,8 +158,8 @@ def chosen(
 
 
 def small(model: nn.Module, device: torch.device, size: int) -> bool:
-    """Whether ``model`` was seen to have convolutions or batch norm, and no large tensors, on such a batch."""
-    return _conditions(device, size) in _IDLE.get(model, ())
+    """Whether ``model`` is known to have only small tensors in its convolutions and batch norms on such a batch."""
+    return _conditions(device, size) in _NOTHING_TO_CHANGE.get(model, ())
 
 
 def _conditions(device: torch.device, size: int) -> Hashable:
@@ -168,14 +169,14 @@ def _conditions(device: torch.device, size: int) -> Hashable:
 
 @contextmanager
 def twice_differentiable(*modules: nn.Module) -> Iterator[None]:
-    """Attention and weight norm of ``modules`` through kernels that have right second derivatives and forward mode."""
+    """Inside the block, attention and weight norm of ``modules`` have correct second derivatives and forward mode."""
     normalised = any(map(_has_weight_norm, modules))
     with _attention(False, True, False, False, False), PlainWeightNorm() if normalised else nullcontext():
         yield
 
 
 def same_kernels() -> Callable[[], AbstractContextManager[None]]:
-    """What makes a context with the kernels that are chosen now, for what is computed again later."""
+    """A function that returns a context with the kernels in use now, to recompute something later."""
     chosen, flags = (Kernels, PlainWeightNorm, WithoutAutocast), _attention_flags()
     modes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, chosen)]
 
@@ -190,7 +191,7 @@ def same_kernels() -> Callable[[], AbstractContextManager[None]]:
 
 
 def _attention_flags() -> tuple[bool, ...]:
-    """Which kernels attention may take: the fast path of transformer layers, unfused, flash, efficient, cuDNN."""
+    """Which attention kernels are allowed: the fast path of transformer layers, unfused, flash, efficient, cuDNN."""
     cuda = torch.backends.cuda
     fused = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled()
     return torch.backends.mha.get_fastpath_enabled(), cuda.math_sdp_enabled(), *fused
@@ -198,7 +199,7 @@ def _attention_flags() -> tuple[bool, ...]:
 
 @contextmanager
 def _attention(*flags: bool) -> Iterator[None]:
-    """Attention by these kernels (:func:`_attention_flags`) inside the block."""
+    """Inside the block, attention may use only these kernels (:func:`_attention_flags`)."""
     before = _attention_flags()
     try:
         _set_attention(*flags)
@@ -208,7 +209,7 @@ def _attention(*flags: bool) -> Iterator[None]:
 
 
 def _set_attention(fast_path: bool, unfused: bool, flash: bool, efficient: bool, cudnn: bool) -> None:
-    """What ``torch.nn.attention.sdpa_kernel`` does, in a tenth of its time, and the fast path."""
+    """The same as ``torch.nn.attention.sdpa_kernel`` in a tenth of the time; also sets the fast path."""
     torch.backends.mha.set_fastpath_enabled(fast_path)
     torch.backends.cuda.enable_math_sdp(unfused)
     torch.backends.cuda.enable_flash_sdp(flash)
@@ -226,10 +227,11 @@ def evaluate(
     recording: bool,
     hyper: nn.Module | None = None,
 ) -> T:
-    """``function()``, which calls the model, and ``hyper``, on a batch of this many numbers, under the kernels chosen.
+    """``function()``, which evaluates ``model`` and ``hyper`` on a batch of ``size`` numbers, with the best kernels.
 
-    It will be ``differentiable`` twice, or it is ``recording`` a CUDA graph. :class:`LayoutError` says that it failed
-    after a layout was changed, which is not done again: another try tells whether that was to blame.
+    ``differentiable`` tells whether the result will be differentiated twice, ``recording`` whether a CUDA graph is
+    recorded. Raises :class:`LayoutError` if the evaluation failed after a change of layout; a second call does not
+    change the layout.
     """
     mode = chosen(model, device, size, differentiable=differentiable, recording=recording)
     modules = [model] if hyper is None else [model, hyper]
@@ -243,7 +245,7 @@ def evaluate(
             _CONTIGUOUS_ONLY.add(model)
             raise LayoutError(str(error)) from error
     if mode is not None and not (differentiable or recording or mode.converted):
-        _IDLE.setdefault(model, set()).add(_conditions(device, size))
+        _NOTHING_TO_CHANGE.setdefault(model, set()).add(_conditions(device, size))
     return found
 
 
@@ -257,7 +259,7 @@ def _has_weight_norm(model: nn.Module) -> bool:
 
 
 def _is_channels_last(x: Tensor) -> bool:
-    """Whether ``x`` was laid out so; images of one pixel or one channel are so either way, and have no say."""
+    """Whether ``x`` is channels-last and not contiguous; images of one pixel or one channel are both."""
     return x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
 
 

@@ -1,13 +1,13 @@
-"""Products of float32 matrices to nearly all their digits, on the tensor cores of a GPU.
+"""Products of float32 matrices on the tensor cores of a GPU, with nearly full float32 precision.
 
-Tensor cores multiply float16 numbers of 11 bits and add up in float32. A float32 number x, scaled into their range, is
-x₁ + x₂ to 22 bits, and
+Tensor cores multiply float16 numbers of 11 bits and add in float32. A float32 number x, scaled into the range of
+float16, is x₁ + x₂ to 22 bits, and
 
     x y  =  x₁ y₁ + x₁ y₂ + x₂ y₁  +  O(2⁻²²) ,
 
-three products that together take a fraction of the time of one in float32. They are used where float32 products may
-run in TF32 (``torch.set_float32_matmul_precision("high")``) but must not, inside :func:`full_precision`. Scaling takes
-more time than the products; inside :func:`bounded`, where all numbers are in the range already, there is none.
+three products that together take a fraction of the time of one float32 product. They are used inside
+:func:`full_precision` if TF32 is allowed elsewhere (``torch.set_float32_matmul_precision("high")``). Scaling takes more
+time than the products. Inside :func:`bounded` it is skipped, because all numbers are already in range.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LEAST = 256
-"""Matrices of smaller sizes are multiplied in float32: splitting them would take longer than it saves."""
+MIN_SIZE = 256
+"""Smaller matrices are multiplied in float32: splitting them takes longer than it saves."""
 PIECE = 2**27
-"""At most this many numbers are split at a time, to need little memory."""
-TOP = 14
-"""The largest number is scaled to less than 2 to this power: all that is within 2⁻²⁸ of it keeps its bits."""
+"""At most this many numbers are split at a time, to save memory."""
+MAX_EXPONENT = 14
+"""The largest number is scaled to less than 2 to this power; numbers above 2⁻²⁸ of it keep their bits."""
 
 _split_allowed = [False]
-"""Whether products in full precision may be split: where TF32 is allowed elsewhere."""
+"""Whether products in full precision may be split, because TF32 is allowed elsewhere."""
 _bounded = [False]
 """Whether all numbers are in the range of float16 as they are."""
 
@@ -57,7 +57,7 @@ def full_precision() -> Iterator[None]:
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """Products are of numbers below 2¹⁵, of which those below 2⁻¹² do not matter: they are split without scaling."""
+    """Inside the block, products are split without scaling: numbers are below 2¹⁵; those below 2⁻¹² do not matter."""
     before = _bounded[0]
     try:
         _bounded[0] = True
@@ -68,7 +68,7 @@ def bounded() -> Iterator[None]:
 
 def splits(*sizes: int, like: Tensor) -> bool:
     """Whether a product of matrices of these sizes is split."""
-    return like.is_cuda and like.dtype == torch.float32 and _split_allowed[0] and min(sizes) >= LEAST
+    return like.is_cuda and like.dtype == torch.float32 and _split_allowed[0] and min(sizes) >= MIN_SIZE
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     if not splits(*a.shape[1:], b.shape[2], like=a):
         return torch.bmm(a, b)
     found = a.new_empty(a.shape[0], a.shape[1], b.shape[2])
-    for some in _pieces(a, b):
+    for some in _chunks(a, b):
         found[some] = _split_product(a[some], b[some])
     return found
 
@@ -85,7 +85,7 @@ def subtract_product(v: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """v − a b, in the memory of v."""
     if not splits(*a.shape[1:], b.shape[2], like=a):
         return v.baddbmm_(a, b, alpha=-1)
-    for some in _pieces(a, b):
+    for some in _chunks(a, b):
         if _bounded[0]:
             add_half_product(v[some], _thrice(a[some], -1, 2), _thrice(b[some], -2, 1), alpha=-1.0)
         else:
@@ -98,7 +98,7 @@ def subtract_gram(v: Tensor, x: Tensor) -> Tensor:
     if not (_bounded[0] and splits(*x.shape[1:], like=x)):
         return subtract_product(v, x.mT, x)
     k = x.shape[1]
-    for some in _pieces(x):
+    for some in _chunks(x):
         pieces = torch.empty(*x[some].shape[:1], 4 * k, x.shape[2], dtype=torch.float16, device=x.device)
         high, again, low, last = pieces.split(k, 1)  # the first three times the last three
         high.copy_(x[some])
@@ -110,10 +110,9 @@ def subtract_gram(v: Tensor, x: Tensor) -> Tensor:
 
 
 def gram_product(rows: Tensor) -> Tensor:
-    """rowsᵀ rows for rows of shape (L, R, n) where :func:`splits` says so: two products, for x₁ y₂ and x₂ y₁ are
-    transposes of each other."""
+    """rowsᵀ rows for rows of shape (L, R, n) by two split products: x₁ᵀ x₂ and x₂ᵀ x₁ are transposes of each other."""
     found = rows.new_empty(rows.shape[0], rows.shape[2], rows.shape[2])
-    for some in _pieces(rows):
+    for some in _chunks(rows):
         (high, low), unit = _halves(rows[some])
         mixed = half_product(high.mT, low)
         torch.add(half_product(high.mT, high), mixed, out=found[some])
@@ -121,8 +120,8 @@ def gram_product(rows: Tensor) -> Tensor:
     return found
 
 
-def _pieces(*matrices: Tensor) -> Iterator[slice]:
-    """Stretches of the batch."""
+def _chunks(*matrices: Tensor) -> Iterator[slice]:
+    """Slices of the batch that fit into :data:`PIECE`."""
     step = max(1, PIECE // max(m.shape[1:].numel() for m in matrices))
     for begin in range(0, len(matrices[0]), step):
         yield slice(begin, begin + step)
@@ -158,7 +157,7 @@ def add_half_product(v: Tensor, a: Tensor, b: Tensor, alpha: float, beta: float 
 
 
 def _joined(parts: list[Tensor], dim: int) -> Tensor:
-    """Matrices side by side (dim −1) or one below the other (−2), in the layout that they have."""
+    """Matrices side by side (dim −1) or one below the other (−2), in their memory layout."""
     if not parts[0].is_contiguous() and parts[0].mT.is_contiguous():
         return torch.cat([x.mT for x in parts], -3 - dim).mT
     return torch.cat(parts, dim)
@@ -166,7 +165,7 @@ def _joined(parts: list[Tensor], dim: int) -> Tensor:
 
 def _halves(x: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """(x₁, x₂) in float16 and a power of two c for each matrix, with c·(x₁ + x₂) = x to 22 bits."""
-    exponent = torch.frexp(torch.linalg.vector_norm(x, float("inf"), (1, 2), keepdim=True))[1] - TOP
+    exponent = torch.frexp(torch.linalg.vector_norm(x, float("inf"), (1, 2), keepdim=True))[1] - MAX_EXPONENT
     unit = torch.ldexp(torch.ones_like(exponent, dtype=x.dtype), exponent)
     y = x / unit
     high = y.half()
@@ -185,7 +184,7 @@ def half_product(a: Tensor, b: Tensor) -> Tensor:
 
 @contextmanager
 def float32_sums() -> Iterator[None]:
-    """Products of float16 are summed in float32 throughout."""
+    """Inside the block, products of float16 matrices are summed in float32."""
     settings: Any = torch.backends.cuda.matmul
     before = settings.allow_fp16_reduced_precision_reduction
     parts = getattr(settings, "allow_fp16_reduced_precision_reduction_split_k", None)  # a second setting, in torch 2.10

@@ -1,4 +1,4 @@
-"""Work for a GPU that runs side by side, on streams of its own."""
+"""Runs several jobs on a GPU at the same time, each on its own stream."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from torch.utils import _pytree as pytree
 T = TypeVar("T")
 
 WORKERS = 8
-"""This many pieces of work for a GPU that wait for it in between are under way at once."""
+"""The largest number of jobs that run at the same time."""
 
 
 @lru_cache
-def _loaded(device: torch.device) -> None:
-    """The library of decompositions, which torch loads when it is first called, and not from two threads at once."""
+def _load_library(device: torch.device) -> None:
+    """Make torch load its library of decompositions, which is not safe from two threads at once."""
     torch.linalg.cholesky_ex(torch.ones(1, 1, device=device))
 
 
 @lru_cache
 def stream(device: torch.device, number: int) -> torch.cuda.Stream:
-    """The same few streams for everything that runs beside the main one."""
+    """Side stream ``number`` of ``device``; the same stream on every call."""
     return torch.cuda.Stream(device)
 
 
 def side_by_side(jobs: Sequence[Callable[[], T]], device: torch.device) -> list[T]:
-    """What ``jobs`` return, each tensors or containers of them; on a GPU several run at once.
+    """The results of ``jobs``, which are tensors or containers of tensors; on a GPU several jobs run at once.
 
-    The library's eigendecomposition is a chain of small kernels with the host in between, which leaves most of the chip
-    idle. They must not change global settings.
+    This is useful for eigendecompositions: the library runs them as many small kernels that wait for the host and leave
+    most of the GPU idle. Jobs must not change global settings.
     """
     if device.type != "cuda" or len(jobs) < 2:
         return [job() for job in jobs]
-    _loaded(device)
+    _load_library(device)
     here, count = torch.cuda.current_stream(device), min(WORKERS, len(jobs))
     branches = [stream(device, i) for i in range(count)]
     for branch in branches:

@@ -1,4 +1,4 @@
-"""Inverses of small lower triangles, many or few at once."""
+"""Inverses of batches of small lower triangular matrices."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ import torch
 from torch import Tensor
 
 BLOCK = 64
-"""Triangles of this size are inverted by the library."""
-FEWEST, MOST = 9, 12
-"""Blocks that make it worth while, and the most matrices for which it was measured to be."""
+"""Triangles of this size are inverted by the library in one batch."""
+MIN_BLOCKS, MAX_MATRICES = 9, 12
+"""Inversion by blocks is used for at least this many blocks and at most this many matrices, where it is faster."""
 
 
 def inverse(lower: Tensor, blocks: bool = False) -> Tensor:
     """L⁻¹ for lower triangles (L, n, n).
 
-    A GPU's library inverts a few triangles of 200 rows more slowly than many of 64. So with ``blocks``, which are more
-    launches, a batch of 2 to 12 is cut into corners of 64 rows, which are inverted together and joined two by two:
+    On a GPU the library inverts many triangles of 64 rows faster than a few of 200. So with ``blocks=True``, at the
+    price of more launches, a batch of 2 to 12 is cut into diagonal blocks of 64 rows. These are inverted together and
+    then joined two by two:
 
         [K    ]⁻¹   [   K⁻¹           ]
         [C  R ]   = [−R⁻¹ C K⁻¹    R⁻¹] .
     """
     count, n = lower.shape[0], lower.shape[-1]
     pieces = -(-n // BLOCK)
-    if not blocks or pieces == 1 or not (1 < count <= MOST and count * pieces >= FEWEST):
+    if not blocks or pieces == 1 or not (1 < count <= MAX_MATRICES and count * pieces >= MIN_BLOCKS):
         return torch.linalg.solve_triangular(lower, _ones(lower), upper=False)
     size = pieces * BLOCK
     given = lower
@@ -42,13 +43,13 @@ def _ones(like: Tensor) -> Tensor:
 
 
 def _corners(m: Tensor) -> Tensor:
-    """The diagonal blocks, (L, BLOCK, BLOCK, number of them), as a view."""
+    """The diagonal blocks (L, BLOCK, BLOCK, number of blocks), as a view."""
     count, pieces = m.shape[0], m.shape[1] // BLOCK
     return m.view(count, pieces, BLOCK, pieces, BLOCK).diagonal(dim1=1, dim2=3)
 
 
 def _join(lower: Tensor, found: Tensor, begin: int, end: int) -> None:
-    """Fills what is below the diagonal blocks ``begin`` to ``end`` of the inverse."""
+    """Fill the inverse below the diagonal blocks ``begin`` to ``end``."""
     if end - begin == 1:
         return
     middle = (begin + end) // 2

@@ -1,4 +1,4 @@
-"""Weights that autocast casts for a forward pass are cast again in the backward pass, instead of being kept for it."""
+"""Casts the weights under autocast again in the backward pass instead of keeping the casts in memory."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ class _Cast(NamedTuple):
     dtype: torch.dtype
     transposed: bool
 
-    def made(self) -> Tensor:
+    def compute(self) -> Tensor:
         found = self.parameter.detach().to(self.dtype)
         return found.t() if self.transposed else found
 
 
 @contextmanager
-def made_again(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Inside, autograd keeps no casts of these parameters: half the memory of the model, for a cast of each more.
+def recast_in_backward(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Inside the block, autograd recomputes casts of these parameters in the backward pass instead of keeping them.
 
-    For passes that are recorded, where this costs no time in Python.
+    This saves half the memory of the model and costs one more cast per parameter. It is for recorded passes, where it
+    costs no time in Python.
     """
     known = {id(p) for p in parameters}
 
@@ -34,18 +35,18 @@ def made_again(parameters: Iterable[Tensor]) -> Iterator[None]:
         cast = _cast(x)
         if cast is None or id(cast.parameter) not in known:
             return x.detach()
-        torch.clear_autocast_cache()  # which has it, too
+        torch.clear_autocast_cache()  # the cache would keep the cast, too
         return cast
 
     def unpack(kept: Tensor | _Cast) -> Tensor:
-        return kept.made() if isinstance(kept, _Cast) else kept
+        return kept.compute() if isinstance(kept, _Cast) else kept
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
 
 
 def _cast(x: Tensor) -> _Cast | None:
-    """The parameter that ``x`` is a cast of, by how it was made; ``None`` if it is anything else."""
+    """The parameter that ``x`` is a cast of, read from its autograd graph; ``None`` if it is not a cast."""
     node, transposed = x.grad_fn, False
     if node is not None and type(node).__name__ in ("TBackward0", "TransposeBackward0"):
         node, transposed = node.next_functions[0][0], True

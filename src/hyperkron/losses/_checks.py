@@ -1,4 +1,4 @@
-"""What every loss function asks of its arguments; a refusal names argument, value and remedy."""
+"""Checks of the arguments of loss functions; errors name the argument, the value and the remedy."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def check_companion(x: object, output: Tensor, argument: str) -> Tensor:
 
 
 def answers_at_once(x: Tensor) -> bool:
-    """Whether a question about the values of ``x`` costs no wait for the device."""
+    """Whether the values of ``x`` can be read without waiting for a device."""
     return x.device.type == "cpu"
 
 
@@ -84,7 +84,7 @@ def reduce_rows(
 ) -> tuple[Tensor, Tensor, tuple[Tensor | float, ...]]:
     """The value (1/R) Σ_r σ_r c_r over the R valid rows, the detached coefficients σ_r·valid_r/R, and their factors.
 
-    With no valid row on a device other than the CPU all are nan: asking would stall the device.
+    If no row is valid, all are nan on a GPU, because a check would wait for the device.
     """
     total = (row_losses if weights is None else row_losses * weights).sum()
     if valid is None:

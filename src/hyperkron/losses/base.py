@@ -1,4 +1,4 @@
-"""The record a loss function returns: its value, and what is needed to know its curvature."""
+"""The record that a loss function returns: its value, and what is needed to compute its curvature."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from hyperkron.solution import HyperkronError
 from hyperkron.validation import check_one_of, check_whole
 
 Fisher = Literal["mc", "rademacher", "type-2", "empirical"]
-"""Which vectors stand for the output Hessian: sampled ones, all of them added up with random signs, all of them, or the
-gradients at the targets."""
+"""Which vectors represent the output Hessian: sampled ones, all exact ones summed with random signs, all exact ones, or
+the gradients at the targets."""
 DRAWN: tuple[Fisher, ...] = ("mc", "rademacher")
-"""Those that are drawn at random, so that the vectors of different rows are independent."""
+"""The choices that draw at random, so that the vectors of different rows are independent."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,15 +106,15 @@ class Term(ABC):
             rademacher: Σ_m s_m s_mᵀ has expectation ∂²J/∂f²,   s_m = Σ_c ±s_c/√M, the signs drawn for every row
             empirical:  s = √w ∇_f c, the gradient at the true target; not a Hessian (Kunstner et al., 2019)
 
-        The weight enters as its square root, so that the outer products carry σ and not σ². A drawn label is mostly the
-        likely one, and then ‖s‖² is small; with random signs ‖s‖² is near its expectation for every row, and sums over
-        rows have less noise.
+        The weight enters as its square root, so that the outer products contain σ and not σ². A drawn label is mostly
+        the likely one, and then ‖s‖² is small. With random signs ‖s‖² is near its expectation for every row, so sums
+        over rows have less noise.
 
         Args:
             fisher: ``"mc"``, ``"rademacher"``, ``"type-2"`` or ``"empirical"``.
             samples: M, for ``"mc"`` and ``"rademacher"`` only.
             generator: on the device of the output; ``None`` draws from the global random state.
-            checked: refuse negative weights, for which a GPU is waited for; else they make vectors of nan.
+            checked: refuse negative weights, which waits for a GPU; otherwise they make the vectors nan.
 
         References:
             Martens and Grosse, 2015 (mc); Kunstner, Balles and Hennig, 2019 (empirical); Dangel et al., 2025.

@@ -171,7 +171,7 @@ class SoftmaxTerm(Term):
             yield vector
 
     def _pieces(self) -> Iterator[tuple[slice, Tensor]]:
-        """p of stretches of rows: of all of them, and kept, or where there are many classes made for the while."""
+        """Slices of rows with their p: one slice with the stored p, or several with a temporary p if it is large."""
         if self.output.numel() <= PIECE:
             yield slice(None), self.probabilities.flatten(0, -2)
             return

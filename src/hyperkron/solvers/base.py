@@ -16,12 +16,12 @@ from hyperkron.kernels.execution import Execution, Pending, read
 from hyperkron.solution import HyperkronError, NonFiniteError, Solution, Status, worst
 from hyperkron.trees import Tree
 
-_SMALLEST, _LARGEST = 1e-6, 1e6  # of the largest entry of b: float32 squares and products stay far from its limits
+_SMALLEST, _LARGEST = 1e-6, 1e6  # range for the largest entry of b without scaling, far from the limits of float32
 
 
 @dataclass(frozen=True)
 class LinearSystem:
-    """(A + δI) v = b, and what a solver may begin with.
+    """(A + δI) v = b, with an optional start and preconditioner.
 
     Attributes:
         operator: A + δI, symmetric, with its damping inside.
@@ -37,7 +37,7 @@ class LinearSystem:
 
     @property
     def epsilon(self) -> float:
-        """The unit roundoff of products with A: of the coarsest dtype in b, or of the model's."""
+        """The unit roundoff of products with A: the largest of the dtypes in b and of the model."""
         return max(self.operator.roundoff, *(torch.finfo(x.dtype).eps for x in self.b.values()))
 
     def residual(self) -> tuple[Tree, int]:
@@ -54,9 +54,9 @@ class LinearSystem:
 class Solver(ABC):
     """A way to solve (A + δI) v = b for one right-hand side, given A + δI as an operator.
 
-    A solver is configuration only: a frozen dataclass that can be shared between threads and problems. A new one
-    implements :meth:`_solve` and declares the three flags, by which a caller refuses combinations that make no sense
-    before any work is done. One that also implements :meth:`_record` can be recorded as a CUDA graph.
+    A solver is configuration only: a frozen dataclass that can be shared between threads and problems. A new solver
+    implements :meth:`_solve` and declares the three flags, with which callers refuse unsupported combinations early. A
+    solver that also implements :meth:`_record` can be recorded as a CUDA graph.
 
     Attributes:
         needs_products: whether it multiplies by the operator rather than by its inverse.
@@ -77,9 +77,8 @@ class Solver(ABC):
             operator, b, start, preconditioner: see :class:`LinearSystem`.
 
         Returns:
-            The solution with its status; for a ``b`` in half precision all arithmetic but the model's own is float32,
-            and the value is rounded to the dtype of ``b`` at the end. A right-hand side of zeros has the solution
-            zero, at no cost.
+            The solution with its status. If ``b`` is in half precision, all arithmetic except the model's is float32,
+            and the value is rounded to the dtype of ``b`` at the end. For ``b = 0`` the solution is zero, at no cost.
 
         Raises:
             HyperkronError: for an argument that this solver cannot use.
@@ -88,7 +87,7 @@ class Solver(ABC):
         return self.solve_system(LinearSystem(operator, b, start, preconditioner))
 
     def solve_system(self, system: LinearSystem) -> Solution:
-        """:meth:`solve`, given its arguments as one."""
+        """:meth:`solve`, with its arguments as one object."""
         self._check(system)
         b, start = _prepared(system.b), None if system.start is None else _prepared(system.start)
         (peak,) = read(trees.largest(b))
@@ -125,14 +124,14 @@ class Solver(ABC):
 
     @abstractmethod
     def _solve(self, system: LinearSystem) -> Solution:
-        """Solve a system that was checked, for a finite, detached, non-zero right-hand side."""
+        """Solve a checked system with a finite, detached, non-zero right-hand side."""
 
     def record(self, system: LinearSystem, execution: Execution) -> tuple[Tree, Pending[Solution]]:
         """Solve while a CUDA graph is recorded: all iterations are done, and nothing is read.
 
         Args:
             system: as for :meth:`solve`.
-            execution: the recording; it refuses replays whose ``b`` or ``start`` need the care of :meth:`solve`.
+            execution: the recording; a replay fails if its ``b`` or ``start`` needs the special cases of :meth:`solve`.
 
         Returns:
             v, in memory that every replay overwrites, and the solution of the last replay.
@@ -149,11 +148,11 @@ class Solver(ABC):
         return value, solution.then(lambda found: replace(found, value=value))
 
     def _record(self, system: LinearSystem, execution: Execution) -> tuple[Tree, Pending[Solution]]:
-        """:meth:`record` of a system that was checked; see ``recorded.py``."""
+        """:meth:`record` for a checked system; see ``recorded.py``."""
         raise NotImplementedError
 
     def check_graph(self) -> None:
-        """Refuse to be recorded as a CUDA graph, unless :meth:`_record` is implemented."""
+        """Raise an error if this solver cannot be recorded as a CUDA graph."""
         if type(self)._record is Solver._record:
             raise HyperkronError(
                 f"graph=True does not work with solver={self!r}, which may read from the device on its way; use "
@@ -191,12 +190,12 @@ def _prepared(tree: Tree) -> Tree:
 
 
 def finite_or_none(residual: float) -> float | None:
-    """A residual, where it is known."""
+    """``residual`` if it is finite, else ``None``."""
     return residual if math.isfinite(residual) else None
 
 
 def signed_square(r: Tree, z: Tree) -> Tensor:
-    """rᵀz for z = M⁻¹r; negative where M is not positive definite, infinite where r is, NaN where only z is."""
+    """rᵀz for z = M⁻¹r; negative if M is not positive definite, infinite if r is not finite, NaN if only z is NaN."""
     rz = trees.dot(r, z)
     if z is r:
         return rz

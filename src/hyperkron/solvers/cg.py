@@ -28,25 +28,25 @@ class CG(Solver):
         α = rᵀz / pᵀAp,    v ← v + αp,    r ← r − αAp,    p ← z + (r₊ᵀz₊ / rᵀz) p
 
     After k iterations v minimises ½vᵀAv − bᵀv over v₀ + span{p₀, …, p_{k−1}}, the Krylov space (Hestenes & Stiefel,
-    1952). From v₀ = 0 no product is spent on r₀; from ``start`` one is. Preconditioned by KFAC it gives the exact
-    answer in few products: the better M ≈ A, the fewer. Where A is singular and b is not in its range, the minimisers
-    grow without bound with k; damping is the cure.
+    1952). From v₀ = 0 no product is needed for r₀; from ``start`` one is. Preconditioned by KFAC it needs few products:
+    the better M ≈ A, the fewer. If A is singular and b is not in its range, the minimisers grow without bound with k;
+    use damping then.
 
     It stops early
 
     - when ‖r‖ ≤ tolerance·‖b‖, or at the precision of the dtype: ``CONVERGED``;
     - when rᵀM⁻¹r is not positive, or pᵀAp is not above ε‖A‖‖p‖², the rounding error of products with A:
-      ``NONPOSITIVE_CURVATURE``, with the last iterate. If the first direction is already bad and there is no ``start``,
-      that would be zero and the hypergradient would silently lose its implicit term; the value is then p₀, which is b
-      or M⁻¹b (b if M itself is at fault; Nocedal & Wright, 2006, algorithm 7.1);
+      ``NONPOSITIVE_CURVATURE``, with the last iterate. If this happens in the first iteration and there is no
+      ``start``, that would be zero and the hypergradient would silently lose its implicit term. The value is then p₀,
+      which is b or M⁻¹b (b if rᵀM⁻¹r is not positive; Nocedal & Wright, 2006, algorithm 7.1);
     - when a NaN or an infinity appears: ``NON_FINITE``, with the last finite iterate (v₀ at the first).
 
-    A solve recorded as a CUDA graph spends the products of all iterations, and reports these, but holds its value from
-    where it stops. The residual reported is the recursive one. Use in hypergradients: Grazzi et al., 2020 (AID-CG).
+    A solve recorded as a CUDA graph computes, and reports, the products of all iterations, but keeps the value with
+    which it stops. The reported residual is the recursive one. Use in hypergradients: Grazzi et al., 2020 (AID-CG).
 
     Args:
-        iterations: the most iterations to do.
-        tolerance: the relative residual at which to stop; 0 does all iterations.
+        iterations: the maximum number of iterations.
+        tolerance: the relative residual at which to stop; 0 runs all iterations.
     """
 
     iterations: int = 3
@@ -104,7 +104,7 @@ class CG(Solver):
         return Solution(trees.map(torch.clone, p), status, 0, products, finite_or_none(left / size))
 
     def solve_stacked(self, operator: Operator, b: Tree, *, preconditioner: Invertible | None = None) -> Solution:
-        """All systems side by side, so that products with A serve all of them; each stops by itself."""
+        """Solve all systems together, with one batched product per iteration; each system stops on its own."""
         self._check(LinearSystem(operator, b, None, preconditioner))
         return stacked_cg(operator, b, preconditioner, self.iterations, self.tolerance)
 
@@ -113,7 +113,7 @@ class CG(Solver):
 
 
 class _Facts(NamedTuple):
-    """The numbers by which an iteration is judged: rᵀz, pᵀAp, ‖p‖², ‖Ap‖² and the new ‖r‖²."""
+    """The numbers that decide whether an iteration succeeded: rᵀz, pᵀAp, ‖p‖², ‖Ap‖² and the new ‖r‖²."""
 
     rz: float
     curvature: float
@@ -123,11 +123,11 @@ class _Facts(NamedTuple):
 
     @property
     def norm(self) -> float:
-        """‖Ap‖/‖p‖, which ‖A‖ is not below."""
+        """‖Ap‖/‖p‖, a lower bound of ‖A‖."""
         return math.sqrt(self.qq / self.pp) if self.pp > 0.0 else 0.0
 
     def breakdown(self, rounding: float) -> Status:
-        """Why the iteration leads to no iterate; ``BUDGET`` where it does."""
+        """Why the iteration failed; ``BUDGET`` if it succeeded."""
         if not all(map(math.isfinite, self[:4])):
             return Status.NON_FINITE
         if self.rz <= 0.0 or self.curvature <= rounding * self.pp:

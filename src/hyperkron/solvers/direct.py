@@ -1,4 +1,4 @@
-"""Direct solves, by a curvature that knows its own inverse."""
+"""Direct solves with curvatures that can apply their own inverse."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from hyperkron.trees import Tree
 class Direct(Solver):
     """v = (A + δI)⁻¹ b from the curvature's own factorisation; no product, no iteration.
 
-    For KFAC this is one multiplication from each side for each layer (Martens & Grosse, 2015). The status is the
-    operator's: ``DIRECT``, or ``MORE_DAMPING`` or ``KEPT_PREVIOUS`` where its factorisation needed a fallback.
+    For KFAC this is one multiplication from each side for each layer (Martens & Grosse, 2015). The status is that of
+    the operator: ``DIRECT``, or ``MORE_DAMPING`` or ``KEPT_PREVIOUS`` if the factorisation needed a fallback.
     """
 
     needs_products: ClassVar[bool] = False
 
     def solve_system(self, system: LinearSystem) -> Solution:
-        """As for every solver; on a GPU nothing is read back, and a non-finite value is left for the caller to find."""
+        """As for every solver, but on a GPU nothing is read back: the caller must check that the value is finite."""
         if next(iter(system.b.values())).is_cuda and isinstance(system.operator, Invertible):
             return self._unchecked(system)
         return super().solve_system(system)
 
     def solve_stacked(self, operator: Operator, b: Tree, *, preconditioner: Invertible | None = None) -> Solution:
-        """By one application of the inverse to all right-hand sides."""
+        """Apply the inverse once to all right-hand sides."""
         self._check(LinearSystem(operator, b, None, preconditioner))
         if not trees.is_finite(b):
             raise NonFiniteError("b holds NaN or infinity; check the outer loss and its batch")
@@ -39,12 +39,12 @@ class Direct(Solver):
         return Solution(trees.cast(_finite(operator, value), b), _inverse_of(operator).status)
 
     def record(self, system: LinearSystem, execution: Execution) -> tuple[Tree, Pending[Solution]]:
-        """As on a GPU: nothing is read."""
+        """The same as on a GPU: nothing is read."""
         solution = self._unchecked(system)
         return solution.value, Pending.ready(solution)
 
     def check_graph(self) -> None:
-        """It can be recorded."""
+        """Nothing to check: a direct solve can be recorded."""
 
     def _unchecked(self, system: LinearSystem) -> Solution:
         self._check(system)

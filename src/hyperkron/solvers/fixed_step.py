@@ -1,4 +1,4 @@
-"""The fixed-step iteration v ← v + ηM⁻¹(b − Av), which Neumann series (M = I) and gradient descent share."""
+"""The fixed-step iteration v ← v + ηM⁻¹(b − Av), shared by the Neumann series (M = I) and gradient descent."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from hyperkron.validation import check_positive, check_whole
 class FixedStep(Solver):
     """``updates`` times v ← v + ηz, r ← r − ηAz, z = M⁻¹r, from r = b − A·start; without a preconditioner M = I.
 
-    The residual is carried along, since b − A(v + ηz) = r − ηAz: the last update needs no product, and from v₀ = 0
-    neither does the first residual. This is the Neumann series v = v₀ + ηM⁻¹ Σ_{k<updates} (I − ηAM⁻¹)^k r₀.
+    The residual is updated by b − A(v + ηz) = r − ηAz. So the last update needs no product, and from v₀ = 0 neither
+    does the first residual. This is the Neumann series v = v₀ + ηM⁻¹ Σ_{k<updates} (I − ηAM⁻¹)^k r₀.
 
-    Residuals are measured by ‖r‖ = √(rᵀM⁻¹r). For symmetric A and M the norms ‖r_k‖ are log-convex in k, so once they
-    grow they grow for ever: the first growth beyond rounding ends the iteration as ``DIVERGED``, or as
-    ``NONPOSITIVE_CURVATURE`` if zᵀAz < 0. The value is the iterate of least residual, but from v₀ = 0 never zero
-    itself: it is then the first term ηM⁻¹b (b where A is zero and gives no step). A rᵀM⁻¹r that is not positive ends it
-    as ``NONPOSITIVE_CURVATURE`` too; from v₀ = 0 and for r = b the value is then ηb.
+    Residuals are measured by ‖r‖ = √(rᵀM⁻¹r). For symmetric A and M the norms ‖r_k‖ are log-convex in k: once they grow
+    they always grow. So the first growth beyond rounding ends the iteration with ``DIVERGED``, or with
+    ``NONPOSITIVE_CURVATURE`` if zᵀAz < 0. The value is the iterate with the smallest residual; from v₀ = 0 it is never
+    zero but at least the first term ηM⁻¹b (b if A is zero and gives no step). If rᵀM⁻¹r is not positive, the status is
+    ``NONPOSITIVE_CURVATURE`` too; the value is then ηb if this happens for r = b from v₀ = 0.
     """
 
     step: float | None
@@ -43,7 +43,7 @@ class FixedStep(Solver):
         check_step(self.step)
 
     def check_graph(self) -> None:
-        """Refuse to record a search for the step: the numbers it finds are read on the way."""
+        """Raise an error if the step must be found, because the search reads numbers from the device."""
         if self.step is None:
             raise HyperkronError(
                 f"graph=True does not work with step=None of {type(self).__name__}, which reads the step it finds from "
@@ -69,7 +69,7 @@ class FixedStep(Solver):
         return self._iterate(system, step, spectrum.products)
 
     def _iterate(self, system: LinearSystem, step: float, products: int) -> Solution:
-        """The iteration for a known step, after ``products`` were spent on finding it."""
+        """The iteration for a known step; ``products`` is the number of products used to find it."""
         operator, b, start, preconditioner = system.operator, system.b, system.start, system.preconditioner
         eps, z = system.epsilon, system.preconditioned(b)
         norm = left = signed_norm(b, z)
@@ -80,7 +80,7 @@ class FixedStep(Solver):
             left = signed_norm(r, z)
         size, first = read(norm, left)
         if preconditioner is not None and (size < 0.0 or first < 0.0):
-            value = trees.scale(b, step) if start is None else start  # the identity in place of an M that is at fault
+            value = trees.scale(b, step) if start is None else start  # the identity instead of a bad M
             return Solution(value, Status.NONPOSITIVE_CURVATURE, 0, products)
         residual = first / size
         if not math.isfinite(residual):

@@ -12,25 +12,24 @@ from hyperkron.validation import check_whole
 class Neumann(FixedStep):
     """The truncated series A⁻¹b ≈ v = η Σ_{k=0}^{K} (I − ηA)^k b, with K = ``terms`` products.
 
-    The limit K → ∞ is A⁻¹b itself, for 0 < η < 2/λmax; the leading η makes the size of v right and not only its
-    direction.
+    For K → ∞ and 0 < η < 2/λmax this converges to A⁻¹b. The factor η in front gives v the right length.
 
-    Without a ``step`` a safe one is found by power iteration, for ``power_iterations`` further products. A series whose
-    terms grow is stopped and reported (``DIVERGED``, or ``NONPOSITIVE_CURVATURE`` if a negative rᵀAr shows why), with
-    the partial sum of least residual, at the least ηb. A NaN or an infinity from the operator ends it as
-    ``NON_FINITE``, with the last finite sum (zero if there is no step yet). A series recorded as a CUDA graph spends
-    all K products and reports these, but holds its sum from where it ends.
+    Without a ``step``, power iteration finds a safe one with ``power_iterations`` more products. A series whose terms
+    grow is stopped with ``DIVERGED``, or with ``NONPOSITIVE_CURVATURE`` if rᵀAr is negative; the value is the partial
+    sum with the smallest residual, or ηb. NaN or infinity from the operator ends it with ``NON_FINITE`` and the last
+    finite sum (zero if no step is known yet). A series recorded as a CUDA graph always computes, and reports, all K
+    products, but keeps the sum with which it ends.
 
-    The residual reported is that of the sum without its last term, which is known at no cost and is the larger one for
-    a safe step. A solution's ``iterations`` are the terms summed, the first included.
+    The reported residual is that of the sum without its last term. It is known at no cost and, for a safe step, larger
+    than the residual of the whole sum. ``iterations`` of the solution counts the terms, including the first.
 
     Reference: Lorraine, Vicol & Duvenaud, 2020; as the hypergradient of stocBiO: Ji, Yang & Liang, 2021.
 
     Args:
         terms: K, the terms after the first (0 gives ηb).
         step: η, below 2/λmax; ``None`` finds 1/(1.1·λmax).
-        power_iterations: products to spend on finding the step.
-        seed: of the power iteration's start.
+        power_iterations: the number of products to find the step.
+        seed: the seed of the power iteration's random start.
     """
 
     terms: int = 10

@@ -1,8 +1,8 @@
-"""Conjugate gradients and the fixed-step iteration as they are recorded in a CUDA graph: without a branch.
+"""Conjugate gradients and the fixed-step iteration without branches, to be recorded in a CUDA graph.
 
-No number can be read while a graph is recorded, so these do all their iterations, and where the eager solvers would end
-they hold the value, chosen by ``torch.where``. The outcome is read after each replay. Tests compare them with the eager
-solvers, to the last bit.
+No number can be read while a graph is recorded. So these solvers run all iterations; from where the eager solver would
+stop, ``torch.where`` keeps the value. The outcome is read after each replay. Tests check that they agree with the eager
+solvers bit for bit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hyperkron.trees import Tree
 
 _STATUSES = Status.BUDGET, Status.CONVERGED, Status.NONPOSITIVE_CURVATURE, Status.DIVERGED, Status.NON_FINITE
 BUDGET, CONVERGED, NONPOSITIVE, DIVERGED, NON_FINITE = range(len(_STATUSES))
-"""How a solve may end, as a number; ``BUDGET`` while nothing has ended it."""
+"""How a solve ends, as a number; ``BUDGET`` while it is still running."""
 
 
 def recorded_cg(
@@ -33,7 +33,7 @@ def recorded_cg(
     norm = trees.norm(b)
     size, left = _numbers(norm, norm if start is None else trees.norm(r))
     residual = left / size
-    outcome = _Outcome(_first((NON_FINITE, _strange(residual)), (CONVERGED, residual <= goal)), 0, residual)
+    outcome = _Outcome(_first((NON_FINITE, _any_non_finite(residual)), (CONVERGED, residual <= goal)), 0, residual)
     p = z = system.preconditioned(r)
     rz, largest = trees.dot(r, z), torch.zeros_like(residual)
     for done in range(iterations):
@@ -46,21 +46,21 @@ def recorded_cg(
         facts = _numbers(rz, curvature, trees.dot(p, p), trees.dot(product, product), rr)
         rz_, curvature_, pp, qq, rr_ = facts
         largest = torch.fmax(largest, torch.where(pp > 0.0, qq / pp, 0.0).sqrt())
-        left, unfit = rr_.sqrt() / size, rz_ <= 0.0
+        left, nonpositive = rr_.sqrt() / size, rz_ <= 0.0
         status = _first(
-            (NON_FINITE, _strange(*facts[:4])),
-            (NONPOSITIVE, unfit | (curvature_ <= eps * largest * pp)),
-            (NON_FINITE, _strange(rr_)),
+            (NON_FINITE, _any_non_finite(*facts[:4])),
+            (NONPOSITIVE, nonpositive | (curvature_ <= eps * largest * pp)),
+            (NON_FINITE, _any_non_finite(rr_)),
             (CONVERGED, left <= goal),
         )
         usable = status <= CONVERGED
         v = trees.where(outcome.running & usable, v_next, v)
         residual = torch.where(usable, left, residual)
-        if done == 0 and start is None:  # a bad first direction is the value, or b if the preconditioner is at fault
+        if done == 0 and start is None:  # a bad first direction is the value, or b if the preconditioner is bad
             (left,) = _numbers(trees.norm(trees.add(b, product, alpha=-1.0)))
             stuck = status == NONPOSITIVE
-            v = trees.where(stuck, trees.where(unfit, b, p), v)
-            residual = torch.where(stuck, torch.where(unfit, math.nan, left / size), residual)
+            v = trees.where(stuck, trees.where(nonpositive, b, p), v)
+            residual = torch.where(stuck, torch.where(nonpositive, math.nan, left / size), residual)
         outcome.update(status, done + usable, residual)
         if done + 1 < iterations:
             z = system.preconditioned(r)
@@ -81,12 +81,12 @@ def recorded_fixed_step(
         z = system.preconditioned(r)
         left = signed_norm(r, z)
     size, left = _numbers(norm, left)
-    unfit = (size < 0.0) | (left < 0.0)  # never without a preconditioner
-    residual = torch.where(unfit, math.nan, left / size)
-    status = _first((NONPOSITIVE, unfit), (NON_FINITE, _strange(residual)))
+    nonpositive = (size < 0.0) | (left < 0.0)  # never without a preconditioner
+    residual = torch.where(nonpositive, math.nan, left / size)
+    status = _first((NONPOSITIVE, nonpositive), (NON_FINITE, _any_non_finite(residual)))
     outcome = _Outcome(status, status == BUDGET, residual)
     if start is None:
-        z = z if preconditioner is None else trees.where(unfit, b, z)
+        z = z if preconditioner is None else trees.where(nonpositive, b, z)
         v = best = trees.scale(z, step)
     else:
         v, best = trees.add(start, z, alpha=step), start
@@ -98,14 +98,14 @@ def recorded_fixed_step(
         r = trees.add(r, product, alpha=-step)
         z = system.preconditioned(r)
         curvature, square = _numbers(curvature, signed_square(r, z))
-        unfit, lost = square < 0.0, square.isnan() & (preconditioner is not None)
+        nonpositive, lost = square < 0.0, square.isnan() & (preconditioner is not None)
         residual = torch.where((square >= 0.0) & square.isfinite(), square.sqrt() / size, math.inf)
         grows = residual > least * (1.0 + math.sqrt(eps))
         better = (residual <= least) | (done == 1 and start is None)
         least, updates_to_best = torch.where(better, residual, least), torch.where(better, done, updates_to_best)
         status = _first(
-            (NON_FINITE, _strange(curvature) | lost),
-            (NONPOSITIVE, unfit | (grows & (curvature < 0.0))),
+            (NON_FINITE, _any_non_finite(curvature) | lost),
+            (NONPOSITIVE, nonpositive | (grows & (curvature < 0.0))),
             (DIVERGED, grows),
             (CONVERGED, residual <= eps),
         )
@@ -122,7 +122,7 @@ def recorded_fixed_step(
 
 
 class _Outcome:
-    """Status, iterations and residual of a solve as one vector, held from its end on."""
+    """Status, iterations and residual of a solve as one vector, which no longer changes when the solve has ended."""
 
     def __init__(self, status: Tensor, iterations: Tensor | int, residual: Tensor) -> None:
         self.vector = self._stacked(status, iterations, residual)
@@ -134,15 +134,15 @@ class _Outcome:
 
     @property
     def running(self) -> Tensor:
-        """Whether nothing has ended the solve."""
+        """Whether the solve has not ended."""
         return self.vector[0] == BUDGET
 
     def ended(self, *statuses: int) -> Tensor:
-        """Whether it has ended by one of ``statuses``."""
+        """Whether it has ended with one of ``statuses``."""
         return torch.stack([self.vector[0] == status for status in statuses]).any()
 
     def update(self, status: Tensor, iterations: Tensor | int, residual: Tensor) -> None:
-        """After another iteration, unless the solve has ended before it."""
+        """Store the result of an iteration, unless the solve had ended before it."""
         self.vector = torch.where(self.running, self._stacked(status, iterations, residual), self.vector)
 
     def pending(self, execution: Execution, value: Tree, products: int) -> Pending[Solution]:
@@ -156,17 +156,17 @@ class _Outcome:
 
 
 def _numbers(*found: Tensor) -> tuple[Tensor, ...]:
-    """What an eager solver would read; in float64, as Python's numbers are."""
+    """The numbers that an eager solver would read, in float64 like Python's floats."""
     return torch.stack(found).double().unbind()
 
 
-def _strange(*numbers: Tensor) -> Tensor:
+def _any_non_finite(*numbers: Tensor) -> Tensor:
     """Whether any of ``numbers`` is NaN or infinite."""
     return ~torch.stack(numbers).isfinite().all()
 
 
 def _first(*events: tuple[int, Tensor]) -> Tensor:
-    """The first status whose condition holds; ``BUDGET`` where none does."""
+    """The first status whose condition holds; ``BUDGET`` if none does."""
     status = torch.zeros_like(events[0][1], dtype=torch.int64)
     for code, condition in reversed(events):
         status = torch.where(condition, code, status)

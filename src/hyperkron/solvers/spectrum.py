@@ -1,4 +1,4 @@
-"""The largest eigenvalue of an operator, and the step it makes safe."""
+"""Power iteration for the largest eigenvalue of an operator, and a safe step from it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _SAFETY = 1.1
 
 @dataclass(frozen=True)
 class Spectrum:
-    """What power iteration found.
+    """The result of power iteration.
 
     Attributes:
         largest: an estimate, from below, of the largest |λ|: ‖Aq‖ for the last unit vector q.
-        rayleigh: qᵀAq, negative where the eigenvalue largest in absolute value is.
-        products: products spent.
+        rayleigh: qᵀAq; negative if the eigenvalue of largest absolute value is negative.
+        products: how many products were computed.
     """
 
     largest: float
@@ -30,21 +30,21 @@ class Spectrum:
 
     @property
     def safe_step(self) -> float:
-        """η = 1 / (1.1·λ̂): below 2/λmax even where the estimate λ̂ is short of λmax by a factor of 2.2."""
+        """η = 1 / (1.1·λ̂), which is below 2/λmax even if the estimate λ̂ is too small by a factor of 2.2."""
         return 1.0 / (_SAFETY * self.largest)
 
 
 def power_iteration(operator: Operator, like: Tree, iterations: int = 8, seed: int = 0) -> Spectrum:
     """The eigenvalue of largest absolute value, by q ← Aq / ‖Aq‖ from a random start (von Mises, 1929).
 
-    The start comes from a generator of its own, so the answer is the same every time. ``largest`` is 0 for a zero
-    operator, and not finite where the operator is not.
+    The start is drawn from a separate generator, so the result is reproducible. ``largest`` is 0 for a zero operator,
+    and not finite if the products are not finite.
 
     Args:
         operator: A, symmetric.
         like: a tree with the names, shapes, dtypes and device of the operator's vectors.
-        iterations: products to spend.
-        seed: of the start.
+        iterations: the number of products.
+        seed: the seed of the random start.
     """
     check_whole("iterations", iterations, 1)
     device = next(iter(like.values())).device

@@ -35,8 +35,8 @@ class Accumulated(BilevelProblem):
 
     It serves wherever the problem does: gradients, Hessian and Gauss–Newton products, KFAC and EKFAC (their factors are
     sums over examples), cross terms by double backward and by finite difference. Not supported, and refused: losses
-    that are no means over examples (sums, contrastive losses, weights normalised over the batch), BatchNorm in training
-    mode (it mixes the examples of a batch), and forward mode. Dropout draws other masks than for the whole batch.
+    that are not means over examples (sums, contrastive losses, weights normalised over the batch), BatchNorm in
+    training mode (it mixes the examples of a batch), and forward mode. Dropout masks differ from those of the whole.
 
     Args:
         problem: the two objectives, each a mean over the examples of its batch (penalties that do not depend on the
@@ -73,7 +73,7 @@ class Accumulated(BilevelProblem):
 
     @property
     def micro_batch(self) -> int | None:
-        """Examples in a piece, now."""
+        """The number of examples in a piece."""
         return self._size.value
 
     def resize(self, micro_batch: int | None) -> None:
@@ -103,12 +103,12 @@ class _Pieces:
     size: _Size
 
     def __call__(self, model: nn.Module, hyper: nn.Module, batch: Any) -> Loss | Tensor:
-        """The objective itself on what fits; else its value, attached to θ and λ by gradients that are sums."""
+        """The objective itself on a small batch; else a loss with the same value and gradients, summed over pieces."""
         parts = split(batch, self.size.value)
         if len(parts) == 1:
             return self.function(model, hyper, batch)
         _refuse_batch_norm(model)
-        refuse_what_is_no_mean(self.level, self.function, model, hyper, parts[0], self.size.means)
+        check_is_mean(self.level, self.function, model, hyper, parts[0], self.size.means)
         work = _Work(self.function, model, hyper, parts)
         inputs = [x for x in work.named().values() if x.requires_grad]
         if not inputs or not torch.is_grad_enabled():
@@ -121,7 +121,7 @@ class _Pieces:
 
 
 def length(batch: Any) -> int:
-    """How many examples a batch holds: the length of its tensors' first dimension; 0 where it has none."""
+    """The number of examples in a batch, which is the first dimension of its tensors; 0 if it has none."""
     found = [len(x) for _, x in tensors_of("batch", batch) if x.dim() > 0]
     if any(n != found[0] for n in found):
         raise HyperkronError(
@@ -149,14 +149,14 @@ def split(batch: Any, size: int | None) -> list[Any]:
 
 
 class _Work:
-    """An objective, where it is evaluated, and the pieces; every evaluation draws the same random numbers."""
+    """An objective, its modules and the pieces; every evaluation draws the same random numbers."""
 
     def __init__(self, function: Objective, model: nn.Module, hyper: nn.Module, parts: list[Any]) -> None:
         self.function, self.both, self.parts = function, Both(model, hyper), parts
         self.random: dict[str, Any] = random_state()
         device = next(iter(self.named().values()), torch.zeros(())).device.type
         self.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
-        self.without = WithoutAutocast.entered > 0  # pieces are evaluated again when the objective has returned
+        self.without = WithoutAutocast.entered > 0  # needed later: pieces are evaluated again in the backward pass
         self.names = [name for name, x in self.named().items() if x.requires_grad and not is_sharded(x)]
 
     def named(self) -> dict[str, Tensor]:
@@ -164,7 +164,7 @@ class _Work:
         return dict(self.both.named_parameters())
 
     def _losses(self, tensors: tuple[Tensor, ...]) -> Iterator[tuple[Loss, tuple[float, ...]]]:
-        """The loss of each piece at ``tensors`` in place of what requires a gradient, and its rows."""
+        """The loss and the rows of each piece, with ``tensors`` instead of the parameters that require a gradient."""
         kind, dtype, enabled = self.autocast
         substitutes = dict(zip(self.names, tensors, strict=True))
         for part in self.parts:
@@ -212,7 +212,7 @@ class _Work:
 
 
 class _Sums:
-    """Weighted sums of gradients, some of which never come."""
+    """Weighted sums of gradients, some of which may be ``None``."""
 
     def __init__(self, count: int) -> None:
         self.totals: list[Tensor | None] = [None] * count
@@ -238,7 +238,7 @@ def _rewound(random: dict[str, Any]) -> Iterator[None]:
 
 
 class _Value(torch.autograd.Function):
-    """J, with its gradient computed on the way: whoever runs out of memory does so here."""
+    """J, with its gradient computed in the forward pass, so that this is where memory may run out."""
 
     @staticmethod
     def forward(ctx: Any, work: _Work, *inputs: Tensor) -> Tensor:
@@ -260,7 +260,7 @@ class _Value(torch.autograd.Function):
 
 
 class _Gradient(torch.autograd.Function):
-    """∂J as a function of θ and λ, whose derivative along v is a sum over pieces too."""
+    """∂J as a function of θ and λ; its derivative along v is a sum over pieces too."""
 
     @staticmethod
     def forward(
@@ -293,13 +293,13 @@ def _refuse_batch_norm(model: nn.Module) -> None:
         )
 
 
-def refuse_what_is_no_mean(
+def check_is_mean(
     level: Level, function: Objective, model: nn.Module, hyper: nn.Module, part: Any, means: set[Level]
 ) -> None:
-    """Compare J and its gradient on one piece with those of its halves, once; then its level is among ``means``.
+    """Raise an error if J is not a mean over examples; otherwise add its level to ``means``, to check it only once.
 
-    A loss that draws random numbers cannot be compared, nor one that refuses a half (all of it masked). Gradients of
-    parameters that are divided among processes are not compared.
+    J and its gradient on one piece are compared with those on its halves. A loss that draws random numbers, or that
+    fails on a half (all rows masked), is not compared, and neither are gradients of parameters divided among processes.
     """
     halves, before = split(part, -(-length(part) // 2)), random_state()
     if level in means or len(halves) == 1:
@@ -318,8 +318,7 @@ def refuse_what_is_no_mean(
     coarse = max(coarse, 0.1 if any(x.dtype.itemsize == 2 for x in inputs) else 0.0)
     pairs = zip((whole[0], *whole[1]), (both[0], *both[1]), strict=True)
     steepest = max((float(g.abs().max()) for g in whole[1] if g is not None and g.numel()), default=0.0)
-    unlike = not drew and any(_unlike(x, y, coarse, steepest) for x, y in pairs)
-    if unlike:
+    if not drew and any(_differ(x, y, coarse, steepest) for x, y in pairs):
         raise HyperkronError(
             f"{level} or its gradient is not the same on {length(part)} examples ({float(whole[0]):.6g}) as on "
             f"average over two halves of them ({float(both[0]):.6g}): it is not a mean over examples and has no exact "
@@ -329,9 +328,9 @@ def refuse_what_is_no_mean(
 
 
 def _on_whole_and_halves(work: _Work, inputs: tuple[Tensor, ...], part: Any, halves: list[Any]) -> tuple[Any, ...]:
-    """J and its gradient on a piece and on its halves, whether random numbers were drawn, and how coarse they are.
+    """J and its gradient on a piece and on its halves, whether random numbers were drawn, and the relative rounding.
 
-    Without autocast, whose rounding hides what is no mean; with it, and coarse, if the objective needs it.
+    Evaluated without autocast, because its rounding would hide differences; with autocast if the objective needs it.
     """
     before, asked = random_state(), work.without
     for without in (True, asked):
@@ -351,10 +350,10 @@ def _on_whole_and_halves(work: _Work, inputs: tuple[Tensor, ...], part: Any, hal
     raise AssertionError
 
 
-def _unlike(x: Tensor | None, y: Tensor | None, coarse: float, steepest: float) -> bool:
-    """Whether two values differ by more than rounding, TF32 and half precision (``coarse``) included.
+def _differ(x: Tensor | None, y: Tensor | None, coarse: float, steepest: float) -> bool:
+    """Whether two values differ by more than rounding, including that of TF32 and half precision (``coarse``).
 
-    A gradient far below the ``steepest`` may be all rounding: that of the biases of attention keys is zero.
+    A gradient far below the ``steepest`` may be only rounding: that of the biases of attention keys is zero.
     """
     if x is None or y is None:
         return (x is None) != (y is None)

@@ -40,7 +40,7 @@ _TEMPORARY = ".tmp-"
 
 @dataclass(frozen=True)
 class About:
-    """What a state belongs to."""
+    """A description of the run that a state belongs to."""
 
     model: Mapping[str, str] = field(default_factory=dict)  # dtype and shape of every parameter and buffer
     hyper: Mapping[str, str] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class About:
     program: Mapping[str, str] | None = None  # what the run computes, a line each; ``None`` if not recorded
 
     def differences(self, now: About) -> list[str]:
-        """What is not the same in ``now``, a line each."""
+        """The differences to ``now``, one line each."""
         lines = fingerprint.differences("model", self.model, now.model)
         lines += fingerprint.differences("hyper", self.hyper, now.hyper)
         lines += fingerprint.differences("config", self.config, now.config)
@@ -83,8 +83,8 @@ def write(
 ) -> Path:
     """Save ``state`` as ``folder/step-…``: written beside it, flushed to the disk, then renamed.
 
-    Whatever interrupts it, a kill or a full disk, the checkpoints that were there stay as they are. ``rows`` are the
-    files of other processes (:mod:`hyperkron.training.divided`): where they are, and what they hold.
+    If it is interrupted by a kill or a full disk, earlier checkpoints stay intact. ``rows`` are the files of other
+    processes (:mod:`hyperkron.training.divided`): their folder, and the records of their contents.
     """
     folder, about = Path(folder), about or About()
     tree, tensors = split(state)
@@ -146,7 +146,7 @@ def _dump(content: Any, indent: int | None = None) -> bytes:
 
 
 def _put_in_place(temporary: Path, target: Path) -> None:
-    """Rename, durably; a checkpoint of the same step stays readable until the new one is in its place."""
+    """Rename durably; an earlier checkpoint of the same step stays readable until the new one is in place."""
     aside = target.with_name(f"{target.name}.replaced")
     if target.exists():
         _delete(aside)
@@ -157,7 +157,7 @@ def _put_in_place(temporary: Path, target: Path) -> None:
 
 
 def _delete(path: Path) -> None:
-    """Remove a folder, if there is one, so that, interrupted, it leaves nothing that looks like a checkpoint."""
+    """Remove a folder if it exists; if interrupted, nothing is left that looks like a checkpoint."""
     if not path.exists():
         return
     hidden = path.with_name(f"{_TEMPORARY}delete-{path.name}-{secrets.token_hex(4)}")
@@ -166,7 +166,7 @@ def _delete(path: Path) -> None:
 
 
 def clean(folder: Path, but: Path | None = None) -> None:
-    """Remove what interrupted saves and deletions have left; a folder belongs to one run at a time."""
+    """Remove the rest of interrupted saves and deletions; a folder belongs to one run at a time."""
     for path in folder.glob(f"{_TEMPORARY}*"):
         if path != but:
             shutil.rmtree(path, ignore_errors=True)
@@ -215,7 +215,7 @@ def candidates(folder: str | Path) -> list[Path]:
 
 
 def check(path: str | Path) -> dict[str, Any]:
-    """The manifest of a checkpoint all of whose files are what was written; else :class:`DamagedCheckpoint`."""
+    """Verify all files of a checkpoint and return its manifest; raises :class:`DamagedCheckpoint`."""
     manifest = _read_manifest(Path(path))
     for name, record in manifest["files"].items():
         files.verify(Path(path) / name, record)
@@ -223,9 +223,9 @@ def check(path: str | Path) -> dict[str, Any]:
 
 
 def read(path: str | Path, device: torch.device | str | None = None, group: Group | None = None) -> Saved:
-    """Read one checkpoint; sizes and hashes are verified before anything is made of its content.
+    """Read one checkpoint; sizes and hashes are verified before its content is used.
 
-    Of what was divided among processes each of ``group`` gets its rows; with ``None`` all of it.
+    Of divided tensors each process of ``group`` gets its rows; with ``None`` it gets the whole tensors.
     """
     path = Path(path)
     manifest = _read_manifest(path)
@@ -246,9 +246,9 @@ def read(path: str | Path, device: torch.device | str | None = None, group: Grou
 
 
 def newest(folder: str | Path, step: int | None = None, group: Group | None = None) -> Saved:
-    """The newest checkpoint of a folder that verifies; damaged ones are passed over with a warning.
+    """The newest intact checkpoint of a folder; damaged ones are skipped with a warning.
 
-    With ``step`` it is that one, and a damaged one is an error. For ``group`` see :func:`read`.
+    With ``step``, the checkpoint of this step; it is an error if it is damaged. For ``group`` see :func:`read`.
     """
     wrong: list[str] = []
     waiting = [path for path in candidates(folder) if step is None or _step(path) == step]
@@ -257,7 +257,7 @@ def newest(folder: str | Path, step: int | None = None, group: Group | None = No
         try:
             saved = read(path, group=group)
         except DamagedCheckpoint as error:
-            if not path.exists():  # a run that goes on has replaced it by a newer one
+            if not path.exists():  # a running run has replaced it by a newer one
                 waiting = [p for p in candidates(folder) if p != path and (step is None or _step(p) == step)]
                 wrong = []
                 continue
@@ -278,7 +278,7 @@ def newest(folder: str | Path, step: int | None = None, group: Group | None = No
 
 
 def differences(saved: Saved, now: About, *, allow: bool) -> list[str]:
-    """What differs between a checkpoint and the run that is to continue it; an error unless that is allowed.
+    """The differences between a checkpoint and the run that continues it; an error unless they are allowed.
 
     Other versions of Python and torch, and a checkpoint that does not record its program, are warnings.
     """
@@ -299,7 +299,7 @@ def differences(saved: Saved, now: About, *, allow: bool) -> list[str]:
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest, if it is byte for byte what its own hash says and describes this folder and these files."""
+    """The manifest, after checking its own hash and that it describes this folder and its files."""
     manifest, data = files.read_json(path / MANIFEST, limit=MAX_MANIFEST)
     if not isinstance(manifest, dict) or _sealed({k: v for k, v in manifest.items() if k != "sha256"}) != data:
         raise DamagedCheckpoint(f"{MANIFEST} does not agree with its own SHA-256")
@@ -324,7 +324,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _plausible(path: Path) -> bool:
-    """Whether a checkpoint has its manifest and files of the right size: enough to count it, not to trust it."""
+    """Whether a checkpoint has its manifest and files of the right size; hashes are not checked."""
     try:
         return all((path / n).stat().st_size == r["size"] for n, r in _read_manifest(path)["files"].items())
     except (DamagedCheckpoint, OSError):
@@ -348,7 +348,7 @@ def _step(path: Path) -> int:
 
 
 def changed_versions(saved: Mapping[str, str]) -> str:
-    """What a checkpoint was written with and what reads it, where that differs; else empty."""
+    """The versions with which a checkpoint was written and is read, if they differ; else an empty string."""
 
     def release(name: str, text: str) -> str:
         return ".".join(text.split(".")[:2]) if name == "python" else text

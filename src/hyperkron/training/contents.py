@@ -1,4 +1,4 @@
-"""Digests of what a run is made of: tensors and arrays by their content, code by its instructions."""
+"""Digests of the parts of a run: tensors and arrays by their content, code by its instructions."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from torch import Tensor
 WHOLE = 2**26
 """Tensors of up to this many bytes are hashed whole."""
 BLOCKS = 64
-"""Of larger ones this many blocks are, evenly spaced from the first rows to the last, together ``WHOLE`` bytes."""
+"""Of larger ones this many evenly spaced blocks are hashed, together ``WHOLE`` bytes."""
 BYTECODE = f"{sys.implementation.cache_tag}.{sys.flags.optimize}"
-"""Instructions can be compared only between interpreters of which this is the same."""
+"""Instructions can be compared only between interpreters with the same value."""
 _PLAIN = (bool, int, float, complex, str, bytes, range, slice, torch.dtype, torch.device, torch.layout)
 _LONG = 200
 _PADDING = frozenset({"EXTENDED_ARG", "CACHE", "NOP", "RESUME"})
@@ -52,7 +52,7 @@ def plain(x: Any) -> str | None:
 
 
 class Contents:
-    """Digests of tensors and arrays, remembered as long as these are alive and have not been written to."""
+    """Digests of tensors and arrays, cached as long as these are alive and unchanged."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Any], int | None, str]] = {}
@@ -120,7 +120,7 @@ def _sample(x: Tensor, room: int) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class Code:
-    """What a code object does."""
+    """A description of a code object."""
 
     digest: str  # of instructions and constants; not of line numbers, file names, comments and docstrings
     globals: tuple[str, ...]  # the global names it reads, also within functions that it defines

@@ -1,9 +1,9 @@
-"""One problem on several processes: each evaluates its part of every batch, and all get the derivatives of the whole.
+"""One problem on several processes: each evaluates its part of every batch, and all get the same derivatives.
 
 With R_r the (valid) rows of rank r, J(batch) = Σ_r R_r J(part r) / Σ_r R_r. The objectives of a :class:`DataParallel`
-problem return this J. Gradients on their way to θ and λ are summed over ranks (:mod:`hyperkron.collectives`), so
-whatever is made of the objectives (inner steps, b, Hessian products, cross terms, unrolled steps) is the same on all
-ranks; KFAC sums its factors likewise. ``docs/scaling.md`` says what is sent when.
+problem return this J. Its gradients in θ and λ are summed over ranks (:mod:`hyperkron.collectives`), so everything that
+is computed from the objectives (inner steps, b, Hessian products, cross terms, unrolled steps) is the same on all
+ranks. KFAC sums its factors in the same way. ``docs/scaling.md`` lists what is sent when.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hyperkron.losses import BatchPlace, Loss, as_loss
 from hyperkron.problem import BilevelProblem, Both, Objective
 from hyperkron.sharding import is_sharded
 from hyperkron.solution import HyperkronError, warn_once
-from hyperkron.training.accumulation import Accumulated, Level, batch_norms, length, refuse_what_is_no_mean
+from hyperkron.training.accumulation import Accumulated, Level, batch_norms, check_is_mean, length
 from hyperkron.trees import Tree
 
 
@@ -43,7 +43,7 @@ class DataParallel(BilevelProblem):
     Monte-Carlo vectors of KFAC depend on an example's place in the whole batch, so that any number of processes draws
     the same ones. Dropout masks are drawn by each process for itself.
 
-    Refused are losses that are no means over examples (weights normalised over the batch, contrastive losses).
+    Losses that are not means over examples are refused (weights normalised over the batch, contrastive losses).
     BatchNorm in training mode uses the statistics of each part, as under ``DistributedDataParallel``, with a warning.
 
     Args:
@@ -95,9 +95,9 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def synchronised(problem: BilevelProblem, model: nn.Module, hyper: nn.Module | None) -> nn.Module:
-    """The bare model, with θ, λ, buffers and torch's random state of the first process on all of them.
+    """The unwrapped model; copies θ, λ, buffers and torch's random state of the first process to all processes.
 
-    Refuses a ``DistributedDataParallel`` model whose problem would be evaluated by every process for itself.
+    Refuses a ``DistributedDataParallel`` model if the problem is not a :class:`DataParallel`.
     """
     group = problem.group
     if isinstance(model, DistributedDataParallel) and not isinstance(problem, DataParallel):
@@ -117,7 +117,7 @@ def synchronised(problem: BilevelProblem, model: nn.Module, hyper: nn.Module | N
 
 @dataclass(frozen=True)
 class _Divided:
-    """An objective that evaluates its rank's part of a batch, and is worth the whole."""
+    """An objective that evaluates this rank's part of a batch and returns the loss of the whole batch."""
 
     level: Level
     function: Objective
@@ -139,7 +139,7 @@ class _Divided:
         both = Both(model, hyper)
         live = {name: x for name, x in both.named_parameters() if x.requires_grad and torch.is_grad_enabled()}
         seen: Tree = {}
-        for level in ("model.", "hyper."):  # apart: what λ reaches must not seem to be reached by θ
+        for level in ("model.", "hyper."):  # separately: what depends on λ must not seem to depend on θ
             here: Tree = {name: x for name, x in live.items() if name.startswith(level) and not is_sharded(x)}
             seen |= replicated(self.group, here)
         alike = differentiable_checkpoints(keep=True)
@@ -148,7 +148,7 @@ class _Divided:
         return self._whole(loss, part, {id(x): live[name] for name, x in seen.items()})
 
     def _whole(self, loss: Loss, part: Any, own: dict[int, Tensor]) -> Loss:
-        """The loss of the whole batch, as this rank sees it: its value, this rank's rows, and all penalties."""
+        """The loss of the whole batch on this rank: the value of the whole, this rank's rows, and all penalties."""
         value = unpack_dual(loss.value).primal.detach()
         table = self.group.gather(_row(loss, part, value))
         shares = table[:, 2:] / table[:, 2:].sum(0)
@@ -158,11 +158,11 @@ class _Divided:
                 "rank), so that no one weight of a rank is right; mask them alike."
             )
         share, total = shares[self.group.rank, 0], (shares[:, 0] * table[:, 0]).sum()
-        place, mine = BatchPlace(table[:, 1], self.group.rank), share.to(value)
+        place, weight = BatchPlace(table[:, 1], self.group.rank), share.to(value)
         return Loss(
-            loss.value * mine + (total.to(value) - value * mine),  # its gradient is the part's, its value the whole's
+            loss.value * weight + (total.to(value) - value * weight),  # gradient of the part, value of the whole
             tuple(replace(term.scale(share), place=place) for term in loss.terms),
-            tuple(  # of a penalty each rank has its share, but its curvature is read from one of them
+            tuple(  # each rank has a share of the penalty, but its whole coefficient for the curvature
                 replace(p.scale(share), coefficient=p.coefficient, parameter=own.get(id(p.parameter), p.parameter))
                 for p in loss.l2
             ),
@@ -170,7 +170,7 @@ class _Divided:
         )
 
     def _check(self, model: nn.Module, hyper: nn.Module, batch: Any, part: Any) -> None:
-        """Refuse, at the first evaluation, different batches where they must be alike, and losses that are no means."""
+        """At the first evaluation: refuse batches that differ between processes, and losses that are not means."""
         self.checked.add(self.level)
         if self.divide and len(set(map(tuple, self.group.numbers(*_sums(batch))))) > 1:
             raise HyperkronError(
@@ -186,11 +186,11 @@ class _Divided:
             )
         elif self.group.all(length(part) > 1):
             with gathering(model, self.group):
-                refuse_what_is_no_mean(self.level, self.function, model, hyper, part, set())
+                check_is_mean(self.level, self.function, model, hyper, part, set())
 
 
 def _part(batch: Any, group: Group, level: str) -> Any:
-    """This rank's part of a batch: the examples in order, as evenly as possible."""
+    """This rank's part of a batch; the examples are divided in order, as evenly as possible."""
     count = length(batch)
     if count < group.size and any(x.dim() for _, x in tensors_of("", batch)):
         raise HyperkronError(
@@ -202,7 +202,7 @@ def _part(batch: Any, group: Group, level: str) -> Any:
 
 
 def _sums(batch: Any) -> list[float]:
-    """A number for every tensor of a batch, to tell it from others."""
+    """A checksum of every tensor of a batch."""
     flat = [x.detach().reshape(-1).double().nan_to_num() for _, x in tensors_of("", batch)]
     return [float(x @ torch.linspace(1, 2, len(x), dtype=x.dtype, device=x.device)) for x in flat]
 
@@ -219,9 +219,9 @@ def _row(loss: Loss, part: Any, value: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _own_draws(rank: int, device: torch.device) -> Iterator[None]:
-    """Random numbers of this rank's own inside the block; after it all ranks are in one and the same random state.
+    """Inside the block this rank draws its own random numbers; afterwards all ranks have the same random state.
 
-    It is the state of before where nothing was drawn, so that the order of data does not depend on the number of ranks.
+    If nothing was drawn it is the state before, so that the order of data does not depend on the number of ranks.
     """
     generators = [torch.default_generator]
     if device.type == "cuda":

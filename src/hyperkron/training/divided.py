@@ -1,4 +1,4 @@
-"""Checkpoints of tensors that are divided among processes: each writes its rows, any number of processes reads them.
+"""Checkpoints of tensors divided among processes: each process writes its rows, and any number of them can read.
 
 folder/step-00000123/tensors-rank00001.safetensors    the rows of the second process, and so on
 """
@@ -89,7 +89,7 @@ def _file(rank: int) -> str:
 def reader(
     path: Path, records: Mapping[str, dict[str, Any]], group: Group | None
 ) -> Iterator[Callable[[str, tuple[int, ...]], Any]]:
-    """What gives a divided tensor by its name and shape: its :class:`Rows` for this process, or all of them."""
+    """A function (name, shape) → the :class:`Rows` of a divided tensor for this process, or the whole tensor."""
     names = sorted(name for name in records if FILE.match(name))
     with contextlib.ExitStack() as stack:
         opened: list[files.TensorFile] = []
@@ -113,7 +113,7 @@ def reader(
 
 
 def redivided(saved: dict[str, Any], state: State, group: Group) -> dict[str, Any]:
-    """A saved state of a run with its tensors divided as those of ``state``, whatever they were when saved."""
+    """A saved state of a run, with its tensors divided like those of ``state``."""
     live = {**state.params, **state.hypers, **state.model.state_dict(), **state.hyper.state_dict()}
     own = dict(_placed(saved["state"], {}, group))
     for name in ("model", "hyper", "trees"):
@@ -130,7 +130,7 @@ def redivided(saved: dict[str, Any], state: State, group: Group) -> dict[str, An
 
 
 def _placed(x: Any, live: Mapping[str, Any], group: Group, name: str = "") -> Any:
-    """:class:`Rows` as divided tensors, and whole tensors that are named as a divided one of ``live``."""
+    """Turns :class:`Rows`, and whole tensors that are divided in ``live``, into divided tensors."""
     if isinstance(x, dict):
         return type(x)({key: _placed(value, live, group, str(key)) for key, value in x.items()})
     if isinstance(x, Rows):

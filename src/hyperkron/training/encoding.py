@@ -1,8 +1,8 @@
-"""A nested state as a JSON tree and named tensors, and back: exactly, and without running anything.
+"""Converts a nested state to a JSON tree with named tensors, and back, exactly and without executing code.
 
-What can be in a state is in ``docs/checkpoints.md``; anything else is refused by its place and type. A tensor keeps its
-memory layout, because the order in which a matrix lies in memory decides how a product with it is rounded; what was one
-tensor in two places is one again. Of a tensor that is divided among processes each has its rows.
+``docs/checkpoints.md`` lists what a state can contain; anything else is an error that names its place and type. A
+tensor keeps its memory layout, because the layout of a matrix affects how products with it are rounded. One tensor in
+two places is restored as one tensor. For a tensor divided among processes, each process has its rows.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ DTYPES: dict[torch.dtype, str] = {
 DEPTH = 100
 """How deep a state may be nested."""
 LONG_TEXT = 4096
-"""Longer strings (a history) lie in the tensor file, so that the JSON tree stays small."""
+"""Longer strings (a history) are stored in the tensor file, so that the JSON tree stays small."""
 
 _TAGS: dict[type[Any], str] = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}
 
 
 class CheckpointError(HyperkronError):
-    """A checkpoint that cannot be written, read or used; the message says which, why and what to do."""
+    """A checkpoint cannot be written, read or used; the message says why and what to do."""
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A checkpoint that is not what was written: incomplete, altered, or never a checkpoint."""
+    """A checkpoint is incomplete or was changed, or the folder is not a checkpoint."""
 
 
 def split(state: Any) -> tuple[Any, dict[str, Tensor]]:
@@ -69,9 +69,9 @@ def join(
     device: torch.device | str | None = None,
     rows: Callable[[str, tuple[int, ...]], Any] | None = None,
 ) -> Any:
-    """The state that :func:`split` made ``tree`` of; ``tensor`` gives a fresh tensor by its name.
+    """The inverse of :func:`split`; ``tensor`` returns a new tensor by its name.
 
-    ``rows`` gives what stands for a divided tensor of this name and shape.
+    ``rows`` returns the value for a divided tensor of this name and shape.
     """
     return _Joiner(tensor, device, rows).value(tree, ())
 

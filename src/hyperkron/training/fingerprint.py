@@ -1,4 +1,4 @@
-"""What a run is made of, as readable lines, so that a checkpoint of another run is refused with the differences."""
+"""Describes a run in readable lines, so that a checkpoint of another run is refused with a list of differences."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OPTIONS = ("autocast", "scaler", "each_update")
 
 
 def settings(algorithm: Algorithm, state: State) -> dict[str, Any]:
-    """What decides how a run goes, beside its data: the algorithm, and how each level moves."""
+    """The settings of a run except its data: the algorithm, and the optimizers of both levels."""
     found: dict[str, Any] = {"algorithm": algorithm}
     for level, optimizer in (("inner", state.inner), ("outer", state.outer)):
         found[level] = {name: getattr(optimizer, name) for name in _SETTINGS} | {
@@ -32,7 +32,7 @@ def tensors(module: nn.Module) -> dict[str, str]:
 
 
 def differences(title: str, saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """What differs between two descriptions, a line each."""
+    """The differences between two descriptions, one line each."""
     lines = []
     for name in [*saved, *(name for name in now if name not in saved)]:
         if name not in now:

@@ -59,7 +59,7 @@ def fit(
         steps: number of steps of the algorithm (each may contain several steps of θ); 0 only prepares the run, ``None``
             leaves the end to ``seconds``.
         seconds: time to train for, by ``clock``: the time spent in steps, without callbacks, evaluation and saving. If
-            it is given, a GPU is waited for at the end of every step; ``math.inf`` measures without a limit.
+            it is given, every step ends by waiting for the GPU; ``math.inf`` measures the time without a limit.
         inner_optimizer: optimizer of θ, or :class:`hyperkron.algorithms.Updates` with scheduler and clipping; ``None``
             uses the algorithm's own step sizes.
         outer_optimizer: the same for λ.
@@ -67,9 +67,9 @@ def fit(
         graph: replay θ's own steps as a CUDA graph (see :class:`hyperkron.InnerLoop`; no effect without a GPU). The
             hypergradient has its own: ``hk.kfac(graph=True)``.
         callbacks: see :class:`Callback`; :class:`Evaluate` calls a function at chosen steps.
-        clock: what ``seconds`` are measured by; ``time.process_time`` for the processor's time instead of the wall's.
-        record_failure: a step that fails with a :class:`HyperkronError` (a divergence) or a failed factorisation ends
-            the run, which keeps the error as ``run.failure``, instead of raising it: a sweep goes on.
+        clock: measures ``seconds``; ``time.process_time`` counts processor time instead of wall time.
+        record_failure: if a step fails with a :class:`HyperkronError` (a divergence) or a failed factorisation, end the
+            run and keep the error as ``run.failure`` instead of raising it, so that a sweep can continue.
         seed: seed of torch, numpy and ``random``, set before the first step (default: 0); ``None`` sets none.
         resume: a checkpoint folder, usually that of a :class:`Checkpoint` callback. If it has an intact checkpoint, the
             run continues from the newest one; ``steps`` and ``seconds`` include what was already done.

@@ -1,6 +1,6 @@
-"""Guards: what a long run does about NaNs, memory, dying weights and old inverses instead of dying or going wrong.
+"""Guards keep a long run alive: they handle NaNs, memory errors, collapsing weights and stale inverses.
 
-Each is a callback with one concern, for the callbacks of ``fit``; :func:`default_guards` has all of them.
+Each guard is a callback of ``fit`` for one problem; :func:`default_guards` returns all of them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hyperkron.training.writing import whole_file
 from hyperkron.validation import check_interval, check_whole
 
 MAX_DUMPS = 100
-"""Files of bad batches that one run writes."""
+"""The largest number of files about failed batches in one run."""
 
 
 def default_guards(folder: str | Path | None = None) -> list[Callback]:
@@ -42,21 +42,21 @@ def default_guards(folder: str | Path | None = None) -> list[Callback]:
 class SkipFailures(Callback):
     """Undoes a step that ends in a NaN, an infinity or a failed factorisation, and continues with the next batches.
 
-    θ, λ, optimizers and memories are put back; the step counts, with the status ``SKIPPED`` in the history. Its batches
-    are described in ``folder/failed-rank00000-step-….json``, one file for every such step and named after it: whole
-    numbers such as indices and labels in full, and the rows that are not finite. A run writes at most 100 of them.
-    After ``limit`` such steps in a row the run stops with the step's error, which names the last file. It costs a copy
-    of θ, λ and their optimizers' memory, and one look at all of them a step.
+    θ, λ, optimizers and all states are restored. The step counts, with the status ``SKIPPED`` in the history. Its
+    batches are described in ``folder/failed-rank00000-step-….json``, one file per skipped step and at most 100 in a
+    run. A file lists integers such as indices and labels, and the rows that are not finite. After ``limit`` skipped
+    steps in a row the run stops with the error of the step, which names the last file. The cost per step is a copy and
+    a check of θ, λ and the states of their optimizers.
 
     Args:
-        limit: skipped steps in a row that end the run.
-        folder: for the files; ``None`` for the folder of the run's checkpoints, or else a temporary one.
-        statuses: hypergradients of these statuses are not followed either, such as ``{Status.DIVERGED}``.
+        limit: how many skipped steps in a row end the run.
+        folder: where to write the files; ``None`` uses the folder of the run's checkpoints, or a temporary one.
+        statuses: also skip steps whose hypergradient has one of these statuses, such as ``{Status.DIVERGED}``.
 
     Attributes:
         skipped: how many steps were skipped so far.
-        streak: how many of them in a row, up to now.
-        path: the file of the last skipped step, or ``None`` where none was written.
+        streak: how many of the last steps in a row were skipped.
+        path: the file of the last skipped step, or ``None`` if none was written.
 
     Example:
         >>> SkipFailures(limit=3, statuses={Status.DIVERGED, Status.NONPOSITIVE_CURVATURE}).limit
@@ -102,7 +102,7 @@ class SkipFailures(Callback):
         return {"skipped": self.skipped, "reason": self._reason[:300]}
 
     def _dump(self, run: Run) -> Path | None:
-        """Write the file of the failed step; its path, or ``None`` where that is not possible or allowed."""
+        """Write the file of the failed step; returns its path, or ``None`` if it was not written."""
         if self._files >= MAX_DUMPS:
             if self._files == MAX_DUMPS:
                 _warn(f"{MAX_DUMPS} files describe skipped steps; further ones get none.")
@@ -124,19 +124,19 @@ class SkipFailures(Callback):
 
 
 class HalveOnOutOfMemory(Callback):
-    """Tries a step that runs out of memory once more, in micro-batches of half the size, with the same result.
+    """Repeats a step that runs out of memory in micro-batches of half the size, with the same result.
 
-    The step is undone and repeated with the same batches and random states. The result is that of the whole batch up
-    to rounding where J_in and J_out are means over examples (see :class:`Accumulated`, which also says what is
-    refused); where they are not, or a model has BatchNorm in training mode, the error is raised with the reason. The
-    size stays halved for the rest of the run, and in its checkpoints.
+    The step is undone and repeated with the same batches and random states. If J_in and J_out are means over examples,
+    the result is that of the whole batch up to rounding. If they are not, or the model has BatchNorm in training mode,
+    an error gives the reason (see :class:`Accumulated`). The size stays halved for the rest of the run, and in its
+    checkpoints.
 
     Args:
-        micro_batch: the size to begin with; ``None`` for whole batches.
+        micro_batch: the initial size; ``None`` for whole batches.
         least: the smallest size to try.
 
     Attributes:
-        micro_batch: the size now.
+        micro_batch: the current size.
 
     Example:
         >>> HalveOnOutOfMemory(micro_batch=256).micro_batch
@@ -181,8 +181,8 @@ class HalveOnOutOfMemory(Callback):
         problem.resize(self.micro_batch)
         run.state.problem = problem  # a recorded inner step was for larger pieces
         _warn(
-            f"out of memory at step {run.state.step} with {now} examples; it is tried again, and the run goes on, in "
-            f"micro-batches of {self.micro_batch}."
+            f"out of memory at step {run.state.step} with {now} examples; the step is repeated, and the run continues, "
+            f"in micro-batches of {self.micro_batch}."
         )
         gc.collect()
         if torch.cuda.is_available():
@@ -201,23 +201,23 @@ def _warn(message: str, before: bool = False) -> bool:
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether an error says that the device or the machine has no memory left."""
-    told = ("can't allocate memory", "not enough memory", "STATUS_ALLOC_FAILED")
+    messages = ("can't allocate memory", "not enough memory", "STATUS_ALLOC_FAILED")
     return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, (RuntimeError, MemoryError)) and any(words in str(error) for words in told)
+        isinstance(error, (RuntimeError, MemoryError)) and any(text in str(error) for text in messages)
     )
 
 
 class WatchWeights(Callback):
-    """Says when the weights of the examples collapse: all zero, or a few that carry nearly everything.
+    """Warns when the weights of the examples collapse: all are zero, or a few have nearly all the weight.
 
-    By the effective sample size (Σw)²/Σw² of Kish (1965), which is N for equal weights and 1 where one has all. It is
-    a warning, once, and ``COLLAPSED`` in the column ``guard`` of the history; with ``stop`` it ends the run.
+    It checks the effective sample size (Σw)²/Σw² of Kish (1965), which is N for equal weights and 1 if one example has
+    all the weight. It warns once and writes ``COLLAPSED`` into the column ``guard`` of the history.
 
     Args:
-        fraction: collapsed below this share of the number of examples.
-        every: how often to look, in steps.
-        stop: end the run.
-        weights: a function from the run to the weights; ``None`` knows :class:`SampleWeights` and
+        fraction: weights have collapsed if the effective sample size is below this share of the examples.
+        every: how often to check, in steps.
+        stop: also end the run.
+        weights: a function from the run to the weights; ``None`` supports :class:`SampleWeights` and
             :class:`DomainWeights`, and does nothing for other λ.
 
     Example:
@@ -259,7 +259,7 @@ class WatchWeights(Callback):
 
 
 def effective_sample_size(weights: Tensor) -> float:
-    """(Σw)²/Σw², 0 where all are zero; weights count as zero below 1e-12."""
+    """(Σw)²/Σw²; 0 if all weights are zero. Weights below 1e-12 count as zero."""
     w = weights.detach().double().flatten()
     w = torch.where(w.abs() < 1e-12, 0.0, w)
     squares = float(w.square().sum())
@@ -268,7 +268,7 @@ def effective_sample_size(weights: Tensor) -> float:
 
 @torch.no_grad()
 def example_weights(run: Run) -> Tensor | None:
-    """The weights of all examples (sources) of a λ known to hold such, else ``None``."""
+    """The weights of all examples (or sources) of λ; ``None`` for modules of other types."""
     hyper = run.state.hyper
     if isinstance(hyper, SampleWeights):
         return hyper(torch.arange(hyper.weight.numel(), device=hyper.weight.device))
@@ -276,17 +276,16 @@ def example_weights(run: Run) -> Tensor | None:
 
 
 class WatchInverses(Callback):
-    """Says when hypergradients rest on an inverse that is too old, and stops the run where that does not end.
+    """Warns when hypergradients use an inverse that is too old, and stops the run if that continues.
 
-    Stale is an inverse used more than ``age`` times since it was made, or one of a method that has kept its previous
-    inverse (``KEPT_PREVIOUS``) ``kept`` times within the last ``window`` steps. That is a warning, once, and ``STALE``
-    in the column ``guard``; after ``limit`` such steps in a row the run is stopped.
+    An inverse is stale if it was used more than ``age`` times, or if refreshing it failed (``KEPT_PREVIOUS``) ``kept``
+    times within the last ``window`` steps. The guard warns once and writes ``STALE`` into the column ``guard``.
 
     Args:
-        age: hypergradients by one inverse.
-        kept: failed refreshes.
-        window: among this many steps.
-        limit: stale steps in a row that end the run.
+        age: how many hypergradients may use one inverse.
+        kept: how many failed refreshes make it stale.
+        window: the number of last steps in which failed refreshes are counted.
+        limit: how many stale steps in a row end the run.
     """
 
     remembers = ("_failed", "_streak", "_warned")

@@ -1,4 +1,4 @@
-"""What happened: one row of figures for every step, and the log of a run, a line of JSON for each."""
+"""The history of a run, one row of values per step, and its log, one line of JSON per step."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from hyperkron.validation import check_one_of
 
 Value = float | int | str | None
 MAX_LINE = 2**20
-"""Bytes of a line; a longer one is not of this library."""
+"""The largest size of a line in bytes."""
 
 
 def plain(value: Any) -> Any:
-    """A figure as strict JSON has it: ``None`` for what is not finite."""
+    """A value for strict JSON: ``None`` if it is not finite."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -152,12 +152,12 @@ class _Column:
 
 
 class JSONLog:
-    """``folder/log-rank00000.jsonl``, which always holds the rows of the history, a line each.
+    """``folder/log-rank00000.jsonl``, with one line for every row of the history.
 
-    The file is opened, appended to and closed at every step, so that a kill can tear at most the last line. A resumed
-    run first cuts off a torn line and all steps it is going to do again, and adds those that are missing: the history
-    in the checkpoint has them. What is not finite is ``null``, so that every line is JSON. A write that fails (a full
-    disk) is a warning, and the lines follow when there is room again. Links are not followed.
+    The file is opened, appended to and closed at every step, so that a kill can damage at most the last line. A resumed
+    run first removes a damaged line and the steps it will repeat, and adds missing steps from the history in the
+    checkpoint. Values that are not finite are ``null``, so that every line is valid JSON. If a write fails (full disk),
+    a warning is given, and the lines are written when there is room again. Links are not followed.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -183,7 +183,7 @@ class JSONLog:
             self._written = len(history)
         except OSError as error:
             self._written = None  # perhaps half of a line was written
-            warn_once(f"log {self.path}", f"{self.path} could not be written ({error.strerror}); the run goes on.")
+            warn_once(f"log {self.path}", f"{self.path} could not be written ({error.strerror}); the run continues.")
 
 
 def line(row: dict[str, Any]) -> bytes:
@@ -192,7 +192,7 @@ def line(row: dict[str, Any]) -> bytes:
 
 
 def read_log(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a log; a torn last line is left out."""
+    """The rows of a log; an incomplete last line is left out."""
     rows: list[dict[str, Any]] = []
     try:
         with open_plain(Path(path)) as file:
@@ -218,7 +218,7 @@ def _row(text: bytes, path: str | Path) -> dict[str, Any]:
 
 
 def _agreeing(file: Any, history: History) -> int:
-    """How many of the first lines are the first rows of ``history``; the file stands behind them."""
+    """How many of the first lines agree with the rows of ``history``; the file position is after them."""
     for count in range(len(history)):
         place = file.tell()
         if file.readline(MAX_LINE) != line(history[count]):

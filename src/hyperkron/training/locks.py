@@ -1,4 +1,4 @@
-"""One writer for a folder: a lock that the system gives back when its holder ends, however it ends."""
+"""A lock for one writer per folder, which the operating system releases when its process ends for any reason."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class HeldError(CheckpointError):
 
 
 class FolderLock:
-    """The right to write into a folder, for one holder at a time; the second is refused with the name of the first.
+    """Lets one holder at a time write into a folder; others get an error that names the holder.
 
-    ``folder/.lock`` is locked by the system (``flock``, on Windows ``msvcrt.locking``), so that the lock of a process
-    that was killed is free at once. Where a file system has no locks, ``folder/.lock-holder`` is the lock by being
-    there: one that another process of this computer left behind is taken over if that process is gone. The object may
-    be entered again while it is held; another object is another holder, also in the same process.
+    ``folder/.lock`` is locked by the operating system (``flock``, on Windows ``msvcrt.locking``), so that the lock of a
+    killed process is released immediately. On file systems without locks, the existence of ``folder/.lock-holder`` is
+    the lock; it is taken over if its process on this computer has ended. The same object may be entered again while it
+    is held. Another object is another holder, even in the same process.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -45,7 +45,7 @@ class FolderLock:
         self._count, self._file = 0, -1
 
     def acquire(self) -> None:
-        """Take the lock, or raise :class:`HeldError` with its holder; :class:`CheckpointError` if it cannot be made."""
+        """Take the lock; raises :class:`HeldError` if it is held, :class:`CheckpointError` if it cannot be created."""
         with self._guard:
             if self._count == 0:
                 try:
@@ -60,7 +60,7 @@ class FolderLock:
             self._count += 1
 
     def release(self) -> None:
-        """Give it back; the file is removed. Nothing happens where it is not held."""
+        """Release the lock and remove its file; does nothing if it is not held."""
         with self._guard:
             if self._count > 1:
                 self._count -= 1
@@ -76,7 +76,7 @@ class FolderLock:
         self.release()
 
     def _take(self) -> None:
-        """Lock the file; again where its last holder removed it in between."""
+        """Lock the file; try again if its last holder removed it in between."""
         for _ in range(_TRIES):
             file = open_ordinary(self.path, os.O_RDWR | os.O_CREAT, follow=False)
             try:
@@ -98,7 +98,7 @@ class FolderLock:
         raise self._refusal()
 
     def _take_by_name(self) -> None:
-        """Who makes the file holds the lock."""
+        """Create the file; whoever creates it holds the lock."""
         for _ in range(_TRIES):
             with contextlib.suppress(FileExistsError):
                 self._file = open_ordinary(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, follow=False)
@@ -108,7 +108,7 @@ class FolderLock:
                 _remove(self.path, found)
             elif self.path.exists():
                 break
-        raise self._refusal(f" If that runs no more, delete {self.path}.")
+        raise self._refusal(f" If that process has ended, delete {self.path}.")
 
     def _refusal(self, remedy: str = "") -> HeldError:
         for _ in range(20):
@@ -134,14 +134,14 @@ class FolderLock:
             self.path.unlink()
 
     def _forget(self) -> None:
-        """In a forked process: the lock is its parent's, and must end with the parent."""
+        """In a forked process: drop the lock, which belongs to the parent and must end with it."""
         if self._file >= 0:
             os.close(self._file)
         self._guard, self._count, self._file = threading.RLock(), 0, -1
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Who holds a lock: ``pid``, ``host`` and ``since``; empty where the file does not say."""
+    """Who holds a lock: ``pid``, ``host`` and ``since``; empty if the file does not say."""
     try:
         with open_plain(path, follow=False) as file:
             found = json.loads(file.read(MAX_RECORD).decode("ascii"))
@@ -151,7 +151,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def _write_record(file: int) -> None:
-    """Say who holds it; a full disk leaves that out, not the lock."""
+    """Write who holds the lock; on a full disk the lock is held without this record."""
     since = time.strftime("%Y-%m-%d %H:%M:%S %z")
     with contextlib.suppress(OSError):
         os.ftruncate(file, 0)
@@ -182,7 +182,7 @@ def _gone(record: dict[str, Any]) -> bool:
 
 
 def _remove(path: Path, record: dict[str, Any]) -> None:
-    """Remove a dead holder's file: set aside first, and put back where it is another's by now."""
+    """Remove the file of a holder that has ended: rename it first, and put it back if it is another holder's by now."""
     aside = path.with_name(f"{path.name}-{secrets.token_hex(4)}")
     with contextlib.suppress(OSError):
         path.rename(aside)

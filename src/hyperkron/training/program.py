@@ -1,11 +1,11 @@
-"""What a run computes, as readable lines: the structure of its modules, the code of its functions, the data.
+"""Describes what a run computes in readable lines: the structure of its modules, the code of its functions, the data.
 
     problem.inner               inner, code 5d0c62b1…
     problem.inner.alpha         0.1
     model.layers.3              Dropout(inplace=False, p=0.1)
     inner_data.tensors.0        float32 [20, 6], sha256 9a0f3c…
 
-Two runs of one program have the same lines, in whatever process; ``docs/checkpoints.md`` says what is not seen.
+Two runs of one program have the same lines in every process; ``docs/checkpoints.md`` lists what is not described.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hyperkron.training import contents
 from hyperkron.training.contents import Contents, plain, short
 
 MOVING = "changes during the run"
-"""The line of a value that the run itself has changed: it is not compared."""
+"""The line of a value that the run itself has changed; it is not compared."""
 BYTECODE = "python bytecode"
 COMPILED = "_torchdynamo_orig_callable"
 """Where torch.compile keeps the function that it was given."""
@@ -118,7 +118,7 @@ def comparable(saved: Mapping[str, str], now: Mapping[str, str]) -> tuple[dict[s
 
 @functools.lru_cache(maxsize=4096)
 def _library(module: str) -> bool:
-    """Whether a module belongs to Python or to an installed package, which are told by their versions."""
+    """Whether a module belongs to Python or to an installed package, whose version is compared instead."""
     root = module.split(".")[0]
     if root in ("torch", "hyperkron", "builtins"):
         return True
@@ -138,7 +138,7 @@ def _of_library(x: Any) -> bool:
 
 
 class _Walker:
-    """Collects lines; whatever has been met before is not described again below its own line."""
+    """Collects lines; the contents of an object are described only the first time it occurs."""
 
     def __init__(self, digest: Contents, own: Iterable[nn.Module]) -> None:
         self.lines: dict[str, str | _Unread] = {}
@@ -152,7 +152,7 @@ class _Walker:
         self._names = set(_ENTRIES)
 
     def walk(self, x: Any, path: str, depth: int = 0) -> None:
-        """Add the lines of ``x``; never an address, a path or anything else that differs between two processes."""
+        """Add the lines of ``x``, without addresses, paths and anything else that differs between processes."""
         text = plain(x)
         if isinstance(x, PurePath):
             return
@@ -289,7 +289,7 @@ class _Walker:
             self._read(value, f"{path}.{name}", what.names, depth + 1)
 
     def _read(self, value: Any, path: str, names: Iterable[str], depth: int) -> None:
-        """What a function reads; of a module of the user's own the members whose names the function uses."""
+        """Add a value that a function reads; for a module of the user, the members that the function uses by name."""
         if isinstance(value, ModuleType):
             if not _library(value.__name__):
                 for name in sorted(set(names) & set(vars(value))):
@@ -300,7 +300,7 @@ class _Walker:
             self.walk(value, path, depth)
 
     def finish(self) -> None:
-        """Add the methods and attributes of the user's objects that can be read: entry points, what any code names."""
+        """Add the methods and attributes of the user's objects that are entry points or that any code uses by name."""
         done: set[tuple[int, str]] = set()
         while True:
             members = [
@@ -331,7 +331,7 @@ class _Walker:
 
 
 def _read_by_name(x: Any) -> bool:
-    """Whether all that reads an object's attributes is code that is described: then only these are, by their names."""
+    """Whether only described code reads the attributes of an object; then only attributes it names are described."""
     if isinstance(x, (SimpleNamespace, argparse.Namespace)):
         return True
     bases = [base for base in type(x).__mro__ if _of_library(base) and base not in (Dataset, IterableDataset, Source)]
@@ -339,7 +339,7 @@ def _read_by_name(x: Any) -> bool:
 
 
 def _parts(x: Any) -> Iterable[tuple[str, Any]]:
-    """What an object consists of, by name."""
+    """The parts of an object that are described, by name."""
     module = type(x).__module__
     if isinstance(x, (torch.Generator, Group)):  # a run continues with any number of processes
         return []

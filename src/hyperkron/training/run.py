@@ -117,12 +117,12 @@ class Run:
 
     @property
     def folder(self) -> Path | None:
-        """Where the run's files go: the folder of its first callback that has one, such as a :class:`Checkpoint`."""
+        """The folder of the run's files: that of its first callback that has one, such as a :class:`Checkpoint`."""
         return next((Path(callback.folder) for callback in self.callbacks if callback.folder is not None), None)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Hold the folders of the log and the checkpoints: no other run writes there meanwhile."""
+        """Lock the folders of the log and the checkpoints, so that no other run writes there."""
         with ExitStack() as stack:
             for callback in self.callbacks:
                 if callback.folder is not None and self.group.rank == 0:
@@ -130,12 +130,12 @@ class Run:
             yield
 
     def _lock(self, folder: str | Path) -> FolderLock:
-        """This run's lock of a folder, which it may hold already."""
+        """This run's lock of a folder; the run may already hold it."""
         return self._locks.setdefault(Path(folder).resolve(), FolderLock(Path(folder).resolve()))
 
     @contextmanager
     def _session(self) -> Iterator[None]:
-        """Around the steps of one call of :meth:`advance`."""
+        """Locks, log and callbacks around the steps of one call of :meth:`advance`."""
         with ExitStack() as stack:
             stack.enter_context(self._writing())
             for callback in self.callbacks:
@@ -149,14 +149,14 @@ class Run:
 
     @contextmanager
     def _own_random_state(self) -> Iterator[None]:
-        """The global random state is that of this run alone."""
+        """Inside the block, the global random state is that of this run."""
         if self._random is not None:
             set_random_state(self._random)
         yield
         self._random = random_state()
 
     def _take_step(self) -> None:
-        """One step on the clock, and its row."""
+        """Take one step, measure its time, and add its row."""
         begin = self.clock()
         try:
             guards = [callback for callback in self.callbacks if callback.undoes]
@@ -175,7 +175,7 @@ class Run:
             self._append({"step": self.state.step, "outer_loss": None, "failure": str(self.failure)[:300]})
 
     def _agree(self, signals: Signals) -> None:
-        """Every process has the clock of the first one, and all stop where one does."""
+        """Give all processes the clock of the first one, and stop all if one has stopped."""
         table = self.group.numbers(self.seconds, self.stopped is not None, signals.received or 0)
         self.seconds = table[0][0]
         if any(stopped for _, stopped, _ in table) and self.stopped is None:
@@ -183,7 +183,7 @@ class Run:
         signals.received = int(max(received for *_, received in table)) or None
 
     def _record(self, report: StepReport) -> None:
-        """The row of a step, and what callbacks do after it."""
+        """Add the row of a step, and call the callbacks."""
         outer_loss = None if report.status is Status.SKIPPED else report.outer_loss
         self.row = {"step": report.step, "outer_loss": outer_loss, "inner_loss": report.inner_loss}
         self.row["direction"] = report.direction
@@ -239,7 +239,7 @@ class Run:
         self._random = None
 
     def about(self) -> checkpoint.About:
-        """What this run is made of; a checkpoint is resumed only where it is the same."""
+        """A description of this run; a checkpoint is resumed only if its description is the same."""
         model, hyper = fingerprint.tensors(self.state.model), fingerprint.tensors(self.state.hyper)
         kinds = {f"callbacks.{i}": type(callback).__qualname__ for i, callback in enumerate(self.callbacks)}
         config = {**self._settings.begin(), **kinds}
@@ -249,9 +249,9 @@ class Run:
     def save(self, folder: str | Path) -> Path:
         """Write everything the rest of the run depends on to ``folder/step-…``, and return that path.
 
-        It is complete or absent, whatever happens meanwhile; see ``docs/checkpoints.md``. Of several processes the
-        first writes, and each of the others its rows of what is divided among them; all must call this. One that is
-        alone in it says so after ten seconds.
+        It is complete or absent, even after a crash; see ``docs/checkpoints.md``. With several processes all must call
+        this: the first writes the checkpoint, the others only their rows of divided tensors. A process that waits for
+        the others for ten seconds says so.
         """
         self.group.meet("Run.save")
         with contextlib.nullcontext() if self.state.hypergradient is None else self.state.hypergradient.collected():

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT as requests: finish the step, save, and leave with the exit code the system expects."""
+"""Handles SIGTERM and SIGINT: finish the step, save, and exit with the code that the system expects."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Interrupted(SystemExit):
-    """The run was asked to stop, has saved, and leaves the process with 128 + the signal's number.
+    """The run received a signal, has saved, and exits with code 128 + the signal's number.
 
     Attributes:
         code: 143 for SIGTERM, 130 for SIGINT.
@@ -26,9 +26,9 @@ class Interrupted(SystemExit):
 
 
 class Signals:
-    """While active, SIGTERM and SIGINT only set ``received``; a second SIGINT does what it did before.
+    """While active, SIGTERM and SIGINT only set ``received``; a second SIGINT calls the previous handler.
 
-    Handlers can be set in the main thread alone; elsewhere, and where ``active`` is false, this does nothing.
+    Handlers can be set only in the main thread; in other threads, and if ``active`` is false, this does nothing.
     """
 
     def __init__(self, active: bool = True) -> None:
@@ -48,7 +48,7 @@ class Signals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
             self.received = number
-        elif number == signal.SIGINT:  # impatience
+        elif number == signal.SIGINT:  # the user does not want to wait
             signal.signal(number, self._previous[number])
             signal.raise_signal(number)
 

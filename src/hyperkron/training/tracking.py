@@ -1,4 +1,4 @@
-"""Where figures go beside the history: TensorBoard, Weights & Biases, MLflow, Trackio, and a bar by rich.
+"""Sends the values of a run to TensorBoard, Weights & Biases, MLflow or Trackio, and shows a progress bar by rich.
 
 Each is a callback that imports its package, an extra, when a run starts. A resumed run goes on in the same place.
 """
@@ -49,7 +49,7 @@ class Tracker(Callback):
 
     @abstractmethod
     def close(self) -> None:
-        """Send what is left and close."""
+        """Send the remaining values and close."""
 
     def on_start(self, run: Run) -> None:
         if run.group.rank == 0:  # of several processes the first reports

@@ -1,4 +1,4 @@
-"""Steps that can be undone: everything a step may change, and its batches, to repeat or describe them."""
+"""Steps that can be undone: saves everything that a step may change, and its batches, to repeat or describe them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from hyperkron.training.callback import Callback, Verdict
 from hyperkron.training.randomness import random_state, same_random_state, set_random_state
 
 MAX_IDS = 10_000
-"""Numbers of one tensor that a description lists."""
+"""A description lists at most this many numbers of one tensor."""
 
 # --- θ, λ and what they depend on --------------------------------------------------------------------------
 
 
 class TrainingSnapshot:
-    """θ with buffers, λ, optimizers, schedules and the memories of algorithm and hypergradient, as they are now.
+    """A copy of θ with buffers, λ, optimizers, schedules, and the states of algorithm and hypergradient.
 
-    It costs a copy of θ, λ and what optimizers and algorithm keep; factors and inverses are shared, not copied.
+    Factors and inverses are shared and not copied.
     """
 
     def __init__(self, state: State) -> None:
@@ -35,9 +35,9 @@ class TrainingSnapshot:
         self._saved = state.state_dict(copy_caches=False)
 
     def restore(self, *, random: bool) -> None:
-        """Put all of it back; the random states only with ``random``, as for trying the same step again.
+        """Restore everything; the random states only with ``random``, to repeat the same step.
 
-        A gradient scaler keeps what it has learnt, or it would overflow again.
+        A gradient scaler keeps its new scale, because the old one would overflow again.
         """
         scaler = self._state.inner.scaler
         learnt = None if scaler is None else scaler.state_dict()
@@ -51,14 +51,13 @@ class TrainingSnapshot:
 
 
 def refuse_non_finite(state: State) -> None:
-    """Raise for a NaN or an infinity that a step has left behind; one copy to the host for each device."""
-    floating = ((name, x) for name, x in _left_behind(state) if isinstance(x, Tensor) and x.is_floating_point())
+    """Raise an error if a step has produced NaN or infinity; one copy to the host for each device."""
+    floating = ((name, x) for name, x in _updated(state) if isinstance(x, Tensor) and x.is_floating_point())
     tensors = {name: x.detach() for name, x in floating if x.numel() > 0 and x.dim() > 0}
     by_device: dict[torch.device, trees.Tree] = {}
     for name, x in tensors.items():
         by_device.setdefault(x.device, {})[name] = x
-    good = [trees.is_finite(found) for found in by_device.values()]
-    if all(good):
+    if all(trees.is_finite(found) for found in by_device.values()):
         return
     bad = [name for name, x in tensors.items() if not trees.is_finite({name: x})]
     if bad:
@@ -68,7 +67,8 @@ def refuse_non_finite(state: State) -> None:
         )
 
 
-def _left_behind(state: State) -> Iterator[tuple[str, Any]]:
+def _updated(state: State) -> Iterator[tuple[str, Any]]:
+    """Every value that a step may change, by name."""
     for level, level_optimizer in (("θ", state.inner), ("λ", state.outer), *state.twins.items()):
         for name, p in level_optimizer.params.items():
             yield f"{level} {name}", p
@@ -83,7 +83,7 @@ def _left_behind(state: State) -> Iterator[tuple[str, Any]]:
 
 
 def undoable_step(run: Any, guards: Sequence[Callback]) -> StepReport:
-    """One step of a run that is undone, repeated or left out as its guards say."""
+    """One step of a run; if it fails, it is undone, and its guards decide whether to repeat or skip it."""
     state, before = run.state, TrainingSnapshot(run.state)
     run.batches.begin()
     try:
@@ -105,7 +105,7 @@ def undoable_step(run: Any, guards: Sequence[Callback]) -> StepReport:
 
 
 def _verdict(run: Any, guards: Sequence[Callback], error: Exception, before: TrainingSnapshot) -> Verdict:
-    """What the first guard that knows the error makes of it; the error again if there is none."""
+    """The verdict of the first guard that handles the error; raises the error if there is none."""
     step = run.state.step
     run.state.step = before.step
     for guard in guards:
@@ -129,34 +129,34 @@ class Note:
     """One draw of a step."""
 
     level: str  # inner, outer or curvature
-    kind: str  # batch, or index where a finite-sum method asked for the number of a batch
+    kind: str  # "batch", or "index" if a finite-sum method drew the number of a batch
     value: Any
-    random: dict[str, Any] | None  # the random state after it, if the draw changed it
+    random: dict[str, Any] | None  # the random state after the draw, if it changed
 
 
 class RecordedBatches(BatchSources):
-    """Batches that are remembered since :meth:`begin`, and given once more after :meth:`rewind`."""
+    """Records the batches of a step after :meth:`begin`, and returns the same ones again after :meth:`rewind`."""
 
     def __init__(self, inner: Any, outer: Any, curvature: Any = None) -> None:
         super().__init__(inner, outer, curvature)
         self.end()
 
     def begin(self) -> None:
-        """A step begins: remember from now on, and nothing of before."""
+        """Begin to record, without the batches of earlier steps."""
         self.notes: list[Note] = []
         self._active, self._next = True, 0
 
     def rewind(self) -> None:
-        """Give everything remembered once more, in the same order and with the same effect on random states."""
+        """Return the recorded batches again, in the same order and with the same effect on random states."""
         self._next = 0
 
     def end(self) -> None:
-        """Forget, and remember nothing more."""
+        """Forget the recorded batches and stop recording."""
         self.begin()
         self._active = False
 
     def note(self, level: str, kind: str, take: Callable[[], Any]) -> Any:
-        """What ``take()`` gives, or gave the last time."""
+        """The result of ``take()``, or the recorded result."""
         if not self._active:
             return take()
         self._next += 1
@@ -186,24 +186,24 @@ class RecordedBatches(BatchSources):
         return (_Watched(inner, "inner", self), _Watched(outer, "outer", self)) if self._active else (inner, outer)
 
     def examples(self, note: Note) -> Any:
-        """The batch of a note, also where it holds only the number of one."""
+        """The batch of a note, also if the note has only its number."""
         return note.value if note.kind == "batch" else getattr(self, f"{note.level}_source").batch(note.value)
 
     def describe(self) -> list[dict[str, Any]]:
-        """The draws of the step as plain values: numbers that identify examples, and rows that are not finite."""
-        told = []
+        """The batches of the step as plain values: integers that identify examples, and rows that are not finite."""
+        described = []
         for note in self.notes:
             found: dict[str, Any] = {"level": note.level}
             batch = self.examples(note)
             if note.kind == "index":
                 first = note.value * getattr(self, f"{note.level}_source").batch_size
                 found |= {"batch": note.value, "examples": [first, first + len(batch[0]) - 1]}
-            told.append({**found, "tensors": [_tensor(place, x) for place, x in tensors_of("batch", batch)]})
-        return told
+            described.append({**found, "tensors": [_tensor(place, x) for place, x in tensors_of("batch", batch)]})
+        return described
 
 
 class _Watched(Examples):
-    """The same examples, in the same place of their order, whose draws a :class:`RecordedBatches` remembers."""
+    """The same examples in the same order; their draws are recorded by :class:`RecordedBatches`."""
 
     def __init__(self, examples: Examples, level: str, batches: RecordedBatches) -> None:
         self.examples, self.level, self.batches = examples, level, batches
@@ -214,7 +214,7 @@ class _Watched(Examples):
 
 
 def _tensor(place: str, x: Tensor) -> dict[str, Any]:
-    """Whole numbers as they are (indices and labels name examples); of others the rows that are not finite."""
+    """Integers in full (indices and labels identify examples); for floats, the rows that are not finite."""
     found: dict[str, Any] = {"where": place, "dtype": str(x.dtype).removeprefix("torch."), "shape": list(x.shape)}
     if x.is_floating_point():
         rows = x.detach().reshape(len(x) if x.dim() else 1, -1)

@@ -1,4 +1,4 @@
-"""Files put in place whole and durably, opened only where they are ordinary files, and failures said in words."""
+"""Writes files completely and durably, opens only ordinary files, and explains failures."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def read_plain(path: Path) -> bytes:
 
 
 def flush_folder(folder: Path) -> None:
-    """Make the names in a folder durable, where the system can."""
+    """Flush the names in a folder to disk, if the system supports it."""
     if os.name == "posix":
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -67,9 +67,9 @@ def flush_folder(folder: Path) -> None:
 
 
 def unwritable(path: Path, error: OSError, needed: int | None = None, then: str = "") -> HyperkronError:
-    """What to say where a file of ``needed`` bytes could not be written.
+    """The error for a file of ``needed`` bytes that could not be written.
 
-    ``then`` is what to do when there is room again, where that is more than to try again.
+    ``then`` tells what to do after freeing space, if that is more than trying again.
 
     Example:
         >>> str(unwritable(Path("no/such/file"), OSError(errno.EACCES, "Permission denied")))
@@ -101,10 +101,10 @@ def in_words(path: Path, needed: int | None = None, then: str = "") -> Iterator[
 
 @contextlib.contextmanager
 def whole_file(out: Path) -> Iterator[Path]:
-    """An empty file to write to, which becomes ``out`` when the block is left without an error, and vanishes otherwise.
+    """A temporary file to write to, which becomes ``out`` if the block ends without an error, and is deleted otherwise.
 
-    The content is on the disk before it gets its name, and so is the name afterwards. The file is locked while it is
-    written; those of processes that were killed are not locked any more and are removed first.
+    The content is flushed to disk before the file is renamed, and the name afterwards. The file is locked while it is
+    written. Temporary files of killed processes are no longer locked and are removed first.
     """
     remove_stale(out)
     temporary, descriptor = _locked_file(out)
@@ -124,7 +124,7 @@ def whole_file(out: Path) -> Iterator[Path]:
 
 
 def _stem(out: Path) -> str:
-    """How the names of temporary files of ``out`` begin; short enough for any file system."""
+    """The start of the names of temporary files of ``out``, short enough for any file system."""
     return f".{out.name[:60]}."
 
 
@@ -144,9 +144,9 @@ def _locked_file(out: Path) -> tuple[Path, int]:
 
 
 def remove_stale(out: Path, pattern: str | None = None) -> None:
-    """Remove what killed processes left of writing ``out``; files that are being written are locked and stay.
+    """Remove temporary files of ``out`` that killed processes left behind; files in use are locked and stay.
 
-    ``pattern`` is of names beside it; by default those of ``whole_file``.
+    ``pattern`` selects names in the same folder; by default those of ``whole_file``.
     """
     if fcntl is None:
         return

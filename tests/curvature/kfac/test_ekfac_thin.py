@@ -227,7 +227,7 @@ def test_thin_bases_in_float32_are_as_good_as_complete_ones(damping: float) -> N
 
 @pytest.mark.parametrize("size", [32, 33, 90, 513])
 def test_sizes_for_which_float64_is_the_faster_routine(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eigen, "DOUBLED", {"cpu": eigen.DOUBLED["cuda"]})
+    monkeypatch.setattr(eigen, "FLOAT64_SIZES", {"cpu": eigen.FLOAT64_SIZES["cuda"]})
     asked: list[torch.dtype] = []
     true_eigh = torch.linalg.eigh
     monkeypatch.setattr(torch.linalg, "eigh", lambda m: asked.append(m.dtype) or true_eigh(m))

@@ -29,7 +29,7 @@ KINDS = pytest.mark.parametrize(
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes by which the library decides, as small as the matrices here; several stripes and stretches."""
-    for module, name, value in ((factors, "LEAST", 8), (factors, "LEAST_ROWS", 2), (half_inverses, "NARROWEST", 16)):
+    for module, name, value in ((factors, "MIN_SIZE", 8), (factors, "MIN_ROWS", 2), (half_inverses, "NARROWEST", 16)):
         monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(half_inverses, "PIECE", 5000)
 
@@ -159,7 +159,7 @@ def test_groups_and_borders_are_those_of_the_stack() -> None:
     parts = list(v.float().split([1, 2, 1]))
     found = torch.cat(solve_both_sides(b, a, parts))
     assert torch.equal(torch.cat(parts), v.float())
-    overwritten = solve_both_sides(b, a, parts, own=True)
+    overwritten = solve_both_sides(b, a, parts, overwrite=True)
     assert torch.equal(torch.cat(overwritten), found) and overwritten[1].data_ptr() == parts[1].data_ptr()
     assert found.isfinite().all() and (found.double() - wanted).norm() < 2.0**-9 * wanted.norm()
 
@@ -226,7 +226,7 @@ def test_kfac_uses_them_for_models_in_half_precision_only(
     wanted = hk.kfac(**options).compute(*where)  # type: ignore[arg-type]
     exact = hk.kfac(**options).compute(problem(False), *where[1:])  # type: ignore[arg-type]
     monkeypatch.setattr(kfac, "tf32_products", lambda device: True)
-    monkeypatch.setattr(inverse, "factorize", lambda m, lean=False, own=False: factorised(m.clone(), 8))
+    monkeypatch.setattr(inverse, "factorize", lambda m, lean=False, overwrite=False: factorised(m.clone(), 8))
     monkeypatch.setattr(grams, "_stays_half", lambda rows, dtype: rows.dtype in HALF_TYPES)
     monkeypatch.setattr(grams, "_plus_half_gram", lambda total, rows: grams.gram(rows.float()))  # of one chunk
     kept = []

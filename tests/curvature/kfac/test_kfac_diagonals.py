@@ -135,7 +135,7 @@ def test_batch_norms_need_not_wait_for_each_other(waiting: int, monkeypatch: pyt
     treated: list[int] = []
     whole = diagonals.batch_norm_squares
     monkeypatch.setattr(diagonals, "batch_norm_squares", lambda sums: treated.append(len(sums)) or whole(sums))
-    monkeypatch.setattr(diagonals, "WAITING", waiting)
+    monkeypatch.setattr(diagonals, "MAX_WAITING", waiting)
     alone = case.measured("mc", samples=2).diagonal
     assert treated == ([1, 1, 1, 1] if waiting == 0 else [2, 2])  # for each of two samples
     assert set(alone) == set(together)

@@ -24,7 +24,7 @@ GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(
 def tf32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products may run in TF32, also on a CPU, and all are worth scaling."""
     monkeypatch.setattr(grams, "tf32_products", lambda device: True)
-    monkeypatch.setattr(grams, "PAYS", 0)
+    monkeypatch.setattr(grams, "MIN_MULTIPLICATIONS", 0)
 
 
 @pytest.mark.parametrize("size", [1e-25, 1e-6, 1.0, 1e6, 1e30])
@@ -50,11 +50,11 @@ def test_nothing_is_hidden(tf32: None) -> None:
 
 def test_half_precision_stays_and_full_precision_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(4)
-    assert grams.narrowed(x, grams.PAYS, 1)[0] is x  # no TF32 on a CPU
+    assert grams.narrowed(x, grams.MIN_MULTIPLICATIONS, 1)[0] is x  # no TF32 on a CPU
     monkeypatch.setattr(grams, "tf32_products", lambda device: True)
     assert grams.narrowed(x, 1, 1)[0] is x
-    assert grams.narrowed(x, grams.PAYS, 1)[0] is not x
-    monkeypatch.setattr(grams, "PAYS", 0)
+    assert grams.narrowed(x, grams.MIN_MULTIPLICATIONS, 1)[0] is not x
+    monkeypatch.setattr(grams, "MIN_MULTIPLICATIONS", 0)
     for kept in (x.bfloat16(), x.half(), x.double()):
         assert grams.narrowed(kept, 1, 1)[0] is kept
         assert grams.narrowed(kept, 1, 1)[1] is None
@@ -117,7 +117,7 @@ def test_factors_have_the_accuracy_of_tf32(device: str, low_rank: bool, monkeypa
         return plus(total, rows, dtype)
 
     monkeypatch.setattr(grams, "tf32_products", lambda device: True)
-    monkeypatch.setattr(grams, "PAYS", 0)
+    monkeypatch.setattr(grams, "MIN_MULTIPLICATIONS", 0)
     monkeypatch.setattr(grams, "_plus_gram", counted)
     found = factors(device, torch.float32, low_rank)
     assert any(halves)

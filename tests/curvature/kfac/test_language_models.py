@@ -101,10 +101,12 @@ def test_layers_of_one_input_share_its_sum_where_no_token_is_masked(monkeypatch:
     assert q is k and k is v
     assert found.a[f"{first}mlp.gate_proj"] is found.a[f"{first}mlp.up_proj"] is not q
     assert apart(found, wanted) < 1e-6
-    saw = Recorder.saw
+    after_forward = Recorder.after_forward
     for granted in (False, True):  # as in a recording, which reads nothing, or takes for granted that none is masked
         monkeypatch.setattr(
-            Recorder, "saw", lambda self, loss, readable, unmasked, granted=granted: saw(self, loss, False, granted)
+            Recorder,
+            "after_forward",
+            lambda self, loss, readable, unmasked, granted=granted: after_forward(self, loss, False, granted),
         )
         recorded = measured(Language())
         assert (recorded.a[f"{first}self_attn.q_proj"] is recorded.a[f"{first}self_attn.k_proj"]) is granted

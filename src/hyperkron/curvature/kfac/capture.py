@@ -1,7 +1,7 @@
-"""One forward and a few backward passes that leave behind the Kronecker factors.
+"""Measures the Kronecker factors by one forward and a few backward passes.
 
-The gradients of the weights are never computed: the backward pass is asked only for a token that every captured output
-depends on, and the hooks of :mod:`~hyperkron.curvature.kfac.recorder` collect what passes.
+The gradients of the weights are never computed. The backward pass computes only the gradient of a token on which every
+captured output depends, and the hooks of :mod:`~hyperkron.curvature.kfac.recorder` collect the gradients on the way.
 """
 
 from __future__ import annotations
@@ -51,18 +51,23 @@ def measure(
     keep: bool = False,
     first: bool = False,
 ) -> Measured:
-    """Run J_in on the curvature batch and collect the factors, or, given a ``basis``, EKFAC's corrected spectrum.
+    """Evaluate J_in on the curvature batch and return the factors, or EKFAC's spectrum in a given ``basis``.
 
-    With ``low_rank`` a factor of fewer rows than dimensions is returned as its rows (see :class:`LowRank`). A batch
-    that the problem wants evaluated in parts is measured part by part. Negative weights are refused; where they are not
-    ``checked``, because that waits for the device, factors are nan. Parameters outside blocks are left alone where
-    ``diagonal`` is false. ``wide`` asks for the factors over all positions as well, ``damping`` for
-    :attr:`Measured.scales`. Of a batch that is divided among processes each of the ``owners`` gets the factors, or
-    spectra, of its blocks. A recording cannot read whether the loss masks tokens: with ``unmasked`` it takes for
-    granted that it masks none, and factors are nan where it does. Of a batch in parts ``keep`` asks for
-    :attr:`Measured.kept`, of the vectors that B is made of; the first pass also keeps what the point wants.
-    The ``first`` measurement warns of parameters that are used outside their layers too, and of weights that depend on
-    θ.
+    A batch that the problem evaluates in parts is measured part by part.
+
+    Args:
+        point, plan: where to evaluate J_in, and which parameter gets which curvature.
+        fisher, samples, sharing, generator: the vectors to backpropagate, as in :class:`KFAC`.
+        basis: the eigenbasis of every block in which to measure EKFAC's spectrum; ``None`` measures the factors.
+        low_rank: return a factor with few rows as its rows (:class:`LowRank`).
+        checked: refuse negative weights, which waits for the device; otherwise they make the factors nan.
+        diagonal: measure parameters outside the blocks too.
+        wide: measure the factors over all positions too (:attr:`Measured.wide`).
+        damping: δ for :attr:`Measured.scales`; ``None`` leaves them out.
+        owners: which process gets the factors or spectra of a block, if the batch is divided among processes.
+        unmasked: in a recording: assume that the loss masks no tokens; factors are nan if it does.
+        keep: for a batch in parts: keep gradients of single examples (:attr:`Measured.kept`).
+        first: warn of parameters that are also used outside their layers, and of weights that depend on θ.
     """
     like = torch.empty((), device=point.device, dtype=torch.promote_types(point.dtype, torch.float32))
     parts, whole = point.problem.parts(point.curvature_batch), _Merged()
@@ -73,27 +78,18 @@ def measure(
         recorder = Recorder(plan, sharing, basis, like, low_rank, diagonal, wide, owners, *keeps)
         with recorder.attached():
             loss = point.inner(part)
-            recorder.saw(loss, readable=not point.recording, unmasked=unmasked)
-        _forget_hidden_calls(recorder, loss, point)
-        if first:
-            _warn_used_elsewhere(recorder, loss, point)
-            warn_moving("KFAC", loss, point.params)
-            first = False
-        if owners is not None:
-            _check_alike(recorder, owners.group)
-        if loss.terms and (owners is not None or len(parts) > 1):
-            _warn_without_batch(recorder.lengths, _examples(recorder, loss, part))
-        elif loss.terms and (basis is not None or sharing == "reduce"):
-            _warn_without_batch(recorder.sequences, _examples(recorder, loss, part))
+            recorder.after_forward(loss, readable=not point.recording, unmasked=unmasked)
+        by_example = basis is not None or sharing == "reduce"
+        _check_forward(recorder, loss, point, part, first, in_parts=len(parts) > 1, by_example=by_example)
+        first = False
         if basis is not None and fisher == "type-2" and sharing == "expand":
             _warn_together(loss, recorder.batch_size)
         recorder.measured.l2 = l2 = l2_curvature(loss, point.params)
         recorder.measured.scales = {} if damping is None else column_scales(plan, l2, damping, like)
         size = recorder.batch_size * point.problem.group.size
         vectors = _vectors(loss, size, fisher, samples, generator, checked)
-        # drawn vectors of different examples are independent already
         place = loss.terms[0].place if loss.terms else None  # of these examples in the whole batch
-        signs = None if fisher in DRAWN else generator
+        signs = None if fisher in DRAWN else generator  # drawn vectors of different examples are already independent
         found = recorder.backward(point.params, vectors, signs, place, _unbatched(recorder, loss))
         if len(parts) == 1:
             return found if owners is None else over_ranks(found, plan, owners.group)
@@ -105,15 +101,34 @@ def measure(
             for one, gradients in zip((kept, wanted), recorder.gradients(own, others), strict=True):
                 if one is not None and one.fits:
                     one.add(gradients, counts[0])
-            del own, others, gradients  # vectors may hold the graph, and with it the recorder
+            del own, others, gradients  # vectors may keep the graph alive, and with it the recorder
         del loss, vectors, found, recorder
     found = whole.finish()
     found.kept = kept
     return found
 
 
+def _check_forward(
+    recorder: Recorder, loss: Loss, point: Point, batch: Any, first: bool, in_parts: bool, by_example: bool
+) -> None:
+    """After a forward pass: warn of, or refuse, what would make the factors wrong.
+
+    With ``by_example`` rows of one example are summed, so that the first dimension of inputs must be that of examples.
+    """
+    _forget_hidden_calls(recorder, loss, point)
+    if first:
+        _warn_used_elsewhere(recorder, loss, point)
+        warn_moving("KFAC", loss, point.params)
+    if recorder.owners is not None:
+        _check_alike(recorder, recorder.owners.group)
+    if loss.terms and (recorder.owners is not None or in_parts):
+        _warn_without_batch(recorder.lengths, _examples(recorder, loss, batch))
+    elif loss.terms and by_example:
+        _warn_without_batch(recorder.sequences, _examples(recorder, loss, batch))
+
+
 def _wanted(point: Point, parts: int) -> KeptGradients | None:
-    """Where the point wants gradients kept, before the first of them."""
+    """Where to keep the gradients that the point asks for; ``None`` if it asks for none, or after the first pass."""
     wanted: KeptGradients | None = point.kept
     return wanted if parts > 1 and wanted is not None and wanted.left == parts else None
 
@@ -138,10 +153,10 @@ def _forget_hidden_calls(recorder: Recorder, loss: Loss, point: Point) -> None:
 
 
 def _warn_used_elsewhere(recorder: Recorder, loss: Loss, point: Point) -> None:
-    """Say on which parameters outputs depend by more than the calls of their layers: the graph has more edges to them.
+    """Warn of parameters that are also used outside their layers: the graph has more edges to them than calls.
 
-    ``F.linear(x, layer.weight)`` makes one. Calls of modules that are not measured, as an embedding's with
-    ``fallback="zero"``, are not counted: parameters of these are left out.
+    ``F.linear(x, layer.weight)`` makes such an edge. Parameters of modules that are not measured, such as an embedding
+    with ``fallback="zero"``, are left out, because their calls are not counted.
     """
     edges = _edges(loss)
     measured = {id(module) for module, _ in (*recorder.plan.feeds, *recorder.plan.diagonal)}
@@ -159,9 +174,9 @@ def _warn_used_elsewhere(recorder: Recorder, loss: Loss, point: Point) -> None:
 
 
 def _unbatched(recorder: Recorder, loss: Loss) -> bool:
-    """Whether a layer was called on inputs that have no dimension for examples, or may have none, as positions do.
+    """Whether a layer was called on inputs without a dimension for examples (such as positions), or perhaps without.
 
-    Not asked where a row of the loss is a token and not an example: there signs would tell tokens apart, too.
+    Always False if the rows of the loss are tokens and not examples, because then signs would differ between tokens.
     """
     counted = Counter(recorder.lengths.values()).most_common(1)
     if not counted or any(len(term.row_losses) != counted[0][0] for term in loss.terms):
@@ -182,7 +197,7 @@ def _examples(recorder: Recorder, loss: Loss, batch: Any) -> int:
 
 
 def _warn_without_batch(lengths: dict[str, int], examples: int) -> None:
-    """Say which layers have inputs whose first dimension is not that of examples, though KFAC takes it for that."""
+    """Warn of layers whose inputs do not have examples as their first dimension, though KFAC assumes that."""
     names = [name for name, length in lengths.items() if length % max(examples, 1)]
     if names:
         warn_once(
@@ -195,7 +210,7 @@ def _warn_without_batch(lengths: dict[str, int], examples: int) -> None:
 
 
 def _warn_together(loss: Loss, examples: int) -> None:
-    """Say that a spectrum is not that of the Gauss–Newton matrix: it has products of different rows of an example."""
+    """Warn that the spectrum contains products of different rows of an example, unlike the Gauss–Newton matrix."""
     if any(term.row_losses.numel() > examples for term in loss.terms):
         warn_once(
             "ekfac-rows-together",
@@ -206,9 +221,9 @@ def _warn_together(loss: Loss, examples: int) -> None:
 
 
 def _check_alike(recorder: Recorder, group: Group) -> None:
-    """Refuse that ranks have called different layers: their sums would not belong together.
+    """Raise an error if ranks have called different layers, because their sums would not belong together.
 
-    Where inputs wait on one rank and not on another, for its part has more tokens or masks none, layers share no sums.
+    If inputs wait on one rank and not on another (it has more tokens, or masks none), layers share no sums.
     """
     called = [f"{name}*{recorder.calls.get(name, 1)}" for name in sorted({*recorder.called, *recorder.calls})]
     waiting = [f"{call.block.name}*{call.masked}" for call in recorder.waiting]
@@ -223,10 +238,10 @@ def _check_alike(recorder: Recorder, group: Group) -> None:
 
 
 def over_ranks(found: Measured, plan: Plan, group: Group) -> Measured:
-    """The measurement of a batch that is divided among ranks: rows and diagonals are summed in one collective.
+    """The measurement of a batch that is divided among ranks: sums rows and diagonals over ranks in one collective.
 
-    The owners have the sums of their blocks already. Gradients of parameters outside layers, and so their squares, are
-    those of the whole batch already.
+    The owners already have the sums of their blocks, and gradients of parameters outside layers are already those of
+    the whole batch.
     """
     known = {*plan.rest, *found.uncalled}
     names = [name for name in found.diagonal if name not in known]
@@ -235,7 +250,7 @@ def over_ranks(found: Measured, plan: Plan, group: Group) -> Measured:
     *sums, totals = group.sum([*(found.diagonal[n] for n in names), torch.stack(rows) if rows else like.new_zeros(0)])
     found.diagonal.update(zip(names, sums, strict=True))
     found.rows = dict(zip(found.rows, totals, strict=True))
-    means: dict[int, Any] = {}  # of a sum that several blocks share, one
+    means: dict[int, Any] = {}  # by the id of the sum, which several blocks may share
     for name, total in found.a.items():
         if id(total) not in means:
             means[id(total)] = scaled(total, 1.0 / found.rows[name].to(stored(total)))  # type: ignore[union-attr]
@@ -244,7 +259,7 @@ def over_ranks(found: Measured, plan: Plan, group: Group) -> Measured:
 
 
 class _Merged:
-    """The measurement of a batch from those of its parts, added up one by one: weighted by rows, as the loss is."""
+    """The measurement of a batch, accumulated from its parts; each part is weighted by its rows, as in the loss."""
 
     def __init__(self) -> None:
         self.sums = Measured()
@@ -252,7 +267,7 @@ class _Merged:
         self.counts: list[tuple[float, ...]] = []
 
     def add(self, part: Measured, counts: tuple[float, ...]) -> None:
-        """One more part; ``counts`` are its rows in every criterion of the loss."""
+        """Add a part; ``counts`` are its rows in every criterion of the loss."""
         whole = self.sums
         if not self.counts:
             whole.l2, whole.scales, whole.uncalled = part.l2, part.scales, part.uncalled
@@ -272,7 +287,7 @@ class _Merged:
         whole.reached = tuple(dict.fromkeys((*whole.reached, *part.reached)))
 
     def finish(self) -> Measured:
-        """Sums become means over all rows."""
+        """Turn sums into means over all rows and return them."""
         whole, total = self.sums, sum(first for first, *_ in self.counts)
         shares(self.counts)  # refuses criteria that run over different shares of the rows
         whole.a = {name: scaled(factor, 1.0 / self.rows[name]) for name, factor in whole.a.items()}

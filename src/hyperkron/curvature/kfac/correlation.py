@@ -1,9 +1,9 @@
-"""Σ patch patchᵀ of a convolution without patches, from the correlations of the image with itself.
+"""Σ patch patchᵀ of a convolution, computed without patches from the correlations of the image with itself.
 
-With stride 1 the entry of A for the kernel's taps k and l is Σ_p x[p+k] x[p+l]ᵀ over output positions p. It depends on
-the taps through their distance l − k, but for pixels near the border, which some taps never meet. So the image is cut
-into the segments that the same taps meet; each needs one product of channels for each distance: for a 3×3 kernel 13, up
-to sign, in place of 81 pairs of taps.
+With stride 1 the entry of A for the kernel's taps k and l is Σ_p x[p+k] x[p+l]ᵀ over output positions p. It depends
+only on the distance l − k of the taps, except for pixels near the border, which some taps never reach. So the image is
+cut into segments that are reached by the same taps. Each segment needs one product of channels for each distance: for a
+3×3 kernel 13 (up to sign) instead of 81 pairs of taps.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Pair = tuple[int, int]
 
 
 class Segment(NamedTuple):
-    """Pixels ``begin`` to ``end`` of one dimension that ``taps``, which are neighbours, meet while taps + ``distance``
-    meet those beyond."""
+    """Pixels ``begin`` to ``end`` of one dimension that the adjacent ``taps`` reach, while taps + ``distance`` reach
+    the pixels that many positions further."""
 
     distance: int
     begin: int
@@ -34,7 +34,7 @@ def segments(size: int, kernel: int, dilation: int, padding: Pair) -> list[Segme
     out = size + before + after - dilation * (kernel - 1)
     found = []
     for d in range(kernel):
-        first = [k * dilation - before for k in range(kernel - d)]  # where a tap meets the first pixel, or would
+        first = [k * dilation - before for k in range(kernel - d)]  # the first position of a tap; may be outside
         met = [(max(0, f), min(size - d * dilation, f + out)) for f in first]
         cuts = sorted({edge for begin, end in met if begin < end for edge in (begin, end)})
         for begin, end in pairwise(cuts):
@@ -70,14 +70,14 @@ def _pixel_gram(pixels: Tensor, kernel: Pair, dilation: Pair, padding: tuple[Pai
                 )
                 pairs = of_rows.diagonal(-columns.distance if flip else columns.distance, 0, 1)
                 pairs[..., columns.taps[0] : columns.taps[-1] + 1] += product[..., None, None]
-    blocks.diagonal(0, 0, 2).diagonal(0, 0, 1).mul_(0.5)  # the first of two taps comes first: the rest is the transpose
+    blocks.diagonal(0, 0, 2).diagonal(0, 0, 1).mul_(0.5)  # only pairs of ordered taps so far: add the transpose
     half = blocks.permute(4, 0, 1, 5, 2, 3).reshape(channels * kh * kw, -1)
     return half + half.mT
 
 
 def side_by_side_gram(x: Tensor, kernel: Pair, dilation: Pair, padding: tuple[Pair, Pair]) -> Tensor:
-    """The same for images of few channels: what a row of the kernel meets side by side counts as channels, of which
-    there are kw·C, so that products are less narrow."""
+    """The same for images with few channels: the kw pixels under a row of the kernel are treated as kw·C channels, so
+    that products are less narrow."""
     (kh, kw), (count, channels, height, _) = kernel, x.shape
     padded = F.pad(x.permute(0, 2, 3, 1), (0, 0, *padding[1])).contiguous()
     wide, (images, lines, pixels, _) = padded.shape[2] - dilation[1] * (kw - 1), padded.stride()

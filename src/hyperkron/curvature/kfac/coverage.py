@@ -18,7 +18,7 @@ from hyperkron.solution import warn_once
 Fallback = Literal["diagonal", "identity", "zero"]
 
 LEAST_COVERED = 0.5
-"""Where a smaller share of the parameters lies in Kronecker blocks, a warning says so."""
+"""If a smaller share of the parameters is in Kronecker blocks, a warning says so."""
 
 KRONECKER = "kronecker"
 DIAGONAL = "diagonal"
@@ -70,7 +70,7 @@ class Coverage:
         return tuple(row for row in self.rows if row.curvature != KRONECKER)
 
     def warn(self) -> None:
-        """Say once where less than :data:`LEAST_COVERED` lies in Kronecker blocks: what, and what to do."""
+        """Warn once if less than :data:`LEAST_COVERED` is in Kronecker blocks; names the largest rest and a remedy."""
         if self.covered >= LEAST_COVERED:
             return
         largest = sorted(self.uncovered, key=lambda row: -row.count)[:3]
@@ -114,7 +114,7 @@ class Block:
         return self.layer.groups, self.layer.d_out, d_in + (self.bias is not None)
 
     def join(self, tree: dict[str, Tensor]) -> Tensor:
-        """[W | b] of a tree over the parameters, as (groups, d_out, d_in + 1)."""
+        """[W | b] from a tree of parameters, as (groups, d_out, d_in + 1)."""
         layer = self.layer
         parts = [] if self.weight is None else [layer.to_matrix(tree[self.weight])]
         if self.bias is not None:
@@ -151,14 +151,14 @@ class Plan:
         return SCALAR if self.fallback == "diagonal" else self.fallback
 
     def coverage(self, uncalled: Collection[str] = ()) -> Coverage:
-        """The plan as a table, in the model's order; layers that were not called get the fallback after all."""
+        """The plan as a table, in the model's order; parameters of ``uncalled`` layers get the fallback."""
         reason = "its layer was not called"
         changed = {n: replace(self.rows[n], curvature=self.otherwise, reason=reason) for n in uncalled}
         return Coverage(tuple((self.rows | changed).values()))
 
 
 def _form(module: nn.Module) -> tuple[object, ...]:
-    """What must agree between modules that share a weight, for their uses to be rows of one block."""
+    """The settings that must agree between modules that share a weight, so that their calls are rows of one block."""
     names = ("in_features", "kernel_size", "stride", "padding", "padding_mode", "dilation", "groups")
     return (type(module), *(getattr(module, name, None) for name in names))
 
@@ -167,7 +167,7 @@ def plan(model: nn.Module, fallback: Fallback, layers: Sequence[LayerOf] = ()) -
     """Decide for every trainable parameter of ``model`` which curvature it gets; ``layers`` are the user's own."""
     planner = _Planner(model, fallback, layers)
     for name in planner.uses:
-        known = planner.plan.rows[name].curvature  # if it came in with the weight or bias of its layer
+        known = planner.plan.rows[name].curvature  # set if it belongs to the block of an earlier weight or bias
         if not (known or planner.block(name) or planner.diagonal(name)):
             planner.rest(name)
     return planner.plan
@@ -188,7 +188,7 @@ class _ParameterUse:
 
 
 class _Planner:
-    """A plan in the making: who owns which parameter, and a method for each kind of curvature."""
+    """Builds a plan: finds the modules of every parameter, with one method for each kind of curvature."""
 
     def __init__(self, model: nn.Module, fallback: Fallback, layers: Sequence[LayerOf]) -> None:
         params = trainable(model, "model")
@@ -201,10 +201,10 @@ class _Planner:
         self.plan = Plan(rows={n: Row(n, tuple(p.shape), "", "") for n, p in params.items()}, fallback=fallback)
 
     def block(self, name: str) -> bool:
-        """A Kronecker block of the parameter and its mate (the bias of a weight, the weight of a bias), if it has one.
+        """Make a Kronecker block of the parameter and its partner (weight and bias); False if that is impossible.
 
-        A parameter tied over several modules has one if they all use it, and the mate, in the same way. The output
-        layer of a language model may share its weight with embeddings, whose use is measured apart.
+        A parameter tied over several modules gets a block if all of them use it and its partner in the same way. The
+        output layer of a language model may share its weight with embeddings, whose use is measured separately.
         """
         looked_up = [use for use in self.uses[name] if type(use.module) is nn.Embedding]
         uses = [use for use in self.uses[name] if use not in looked_up]

@@ -1,4 +1,4 @@
-"""What was measured of a block, on its way to the process that owns it."""
+"""Sends the factors or spectra of blocks to the processes that own them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,11 @@ Sums = Callable[[], list[Tensor] | None]
 
 
 class Deliveries:
-    """Each block goes to its owner in one collective, while the backward pass goes on to the next; one at a time does.
-
-    Args:
-        owners: of the blocks.
+    """Sends each block to its owner in one collective, during the backward pass of the next; one block at a time.
 
     Attributes:
-        sent: blocks whose owner has all of them, once :meth:`finish` was called.
-        shares_sums: whether an A that its owner has got is not sent again; the same on all ranks.
+        sent: the blocks that were sent; their owners have them after :meth:`finish`.
+        shares_sums: whether an A that its owner already has is not sent again; the same on all ranks.
     """
 
     def __init__(self, owners: Owners) -> None:
@@ -30,7 +27,7 @@ class Deliveries:
         self._coming: Callable[[], None] | None = None
 
     def send_factors(self, name: str, sides: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-        """Take A and B of a block from pairs of dictionaries; there its owner finds their sums later."""
+        """Remove A and B of a block from pairs of dictionaries and send them; the owner's dictionaries get the sums."""
         self._receive()
         self.sent.add(name)
         inputs, gradients = zip(*((a.pop(name), b.pop(name)) for a, b in sides), strict=True)
@@ -45,7 +42,7 @@ class Deliveries:
         found = sums()
         if found is None:
             return
-        for key, total in zip(keys, found[len(keys) :], strict=False):  # none where its owner had got A already
+        for key, total in zip(keys, found[len(keys) :], strict=False):  # none if the owner already had A
             self._sums[key] = (self._sums[key][0], total)
         for (a, b), key, total in zip(sides, keys, found, strict=False):
             a[name], b[name] = self._sums[key][1], total
@@ -64,12 +61,12 @@ class Deliveries:
             spectra[name] = found[0]
 
     def _receive(self) -> None:
-        """Wait for the block that is on its way."""
+        """Wait for the block that is being sent."""
         coming, self._coming = self._coming, None
         if coming is not None:
             coming()
 
     def finish(self) -> None:
-        """Wait for the last block, and forget what layers share."""
+        """Wait for the last block, and forget the sums that layers share."""
         self._receive()
         self._sums.clear()

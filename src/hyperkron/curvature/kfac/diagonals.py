@@ -1,7 +1,7 @@
 """The exact diagonal of layers outside Kronecker blocks: norm layers and embeddings.
 
-For every parameter p it is Σ_n (∂/∂p s_nᵀf_n)², from the layer's input and output gradient. Statistics of a batch
-count as constants.
+For every parameter p it is Σ_n (∂/∂p s_nᵀf_n)², computed from the layer's input and output gradient. Batch statistics
+are treated as constants.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from hyperkron.curvature.kfac.factors import add_to
 
-WAITING = 2**19
-"""Batch norm layers wait for each other, to be treated together, until this many numbers are held for them."""
+MAX_WAITING = 2**19
+"""Batch norm layers are treated together, as soon as this many numbers are waiting."""
 
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm)
 
@@ -23,7 +23,7 @@ _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._BatchNor
 def has_diagonal(module: nn.Module) -> bool:
     """Whether the exact per-example diagonal of ``module``'s block is known in closed form.
 
-    Not so for a norm layer of another forward pass, such as one whose channels are in the second dimension.
+    False for a subclass of a norm layer with its own forward pass, for example with channels in the second dimension.
     """
     return type(module).forward in {kind.forward for kind in _NORMS} or type(module) is nn.Embedding
 
@@ -61,8 +61,8 @@ def squared_gradients(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Tens
 def _embedding_squares(module: nn.Embedding, index: Tensor, g: Tensor) -> Tensor:
     """For each row of the table, Σ_n (Σ g over the positions of example n where the row was looked up)².
 
-    Pairs (example, row) are numbered by sorting, in tensors as long as if all were different, so that a CUDA graph can
-    record it; a number that no pair has stands for a sum of zero.
+    Pairs (example, row) are numbered by sorting. The tensors are long enough for all pairs to be different, so that
+    their size is fixed and a CUDA graph can record it; unused numbers have a sum of zero.
     """
     count, width = module.weight.shape
     examples = torch.arange(index.shape[0] if index.dim() > 1 else index.numel(), device=index.device)
@@ -77,7 +77,7 @@ def _embedding_squares(module: nn.Embedding, index: Tensor, g: Tensor) -> Tensor
 
 
 class BatchNormSums(NamedTuple):
-    """What the diagonal of a batch norm layer is made of: Σ g·x and Σ g over positions (N, C), mean and 1/std (C,)."""
+    """The sums for the diagonal of a batch norm layer: Σ g·x and Σ g over positions (N, C), mean and 1/std (C,)."""
 
     along: Tensor
     plain: Tensor
@@ -95,7 +95,7 @@ def _batch_norm_statistics(module: nn.modules.batchnorm._BatchNorm, x: Tensor) -
     """The mean and 1/std of every channel that ``module`` normalises ``x`` by."""
     if not module.training and module.running_mean is not None and module.running_var is not None:
         return module.running_mean, (module.running_var + module.eps).rsqrt()
-    if x.is_cuda:  # the layer's own kernel; a general reduction would hold several times the memory of x
+    if x.is_cuda:  # the layer's own kernel; a general reduction needs several times the memory of x
         mean, scale = torch.batch_norm_stats(x, module.eps)
         return mean, scale
     variance, mean = torch.var_mean(x, dim=(0, *range(2, x.dim())), correction=0)
@@ -105,9 +105,8 @@ def _batch_norm_statistics(module: nn.modules.batchnorm._BatchNorm, x: Tensor) -
 def batch_norm_squares(sums: list[BatchNormSums]) -> list[tuple[Tensor, Tensor]]:
     """The squared gradients of weight and bias for each of ``sums``.
 
-    With statistics per channel, Σ g·x̂ = (Σ g·x − mean·Σ g)/std needs no normalised copy of x. Layers of one batch are
-    treated together, their channels side by side: what is left to compute is small, and launches are what it costs. The
-    memory of ``sums`` is used.
+    With statistics per channel, Σ g·x̂ = (Σ g·x − mean·Σ g)/std needs no normalised copy of x. The layers of one batch
+    are treated together, with their channels side by side, to save launches. ``sums`` is overwritten.
     """
     if len({(len(one.along), one.along.dtype, one.along.device) for one in sums}) > 1:
         return [squares for one in sums for squares in batch_norm_squares([one])]
@@ -127,17 +126,17 @@ class Diagonals:
         self._batch_norms: list[tuple[dict[str, str], BatchNormSums]] = []
 
     def add(self, module: nn.Module, names: dict[str, str], x: Tensor, g: Tensor) -> None:
-        """One call of ``module``, whose own parameter names ``names`` maps to those in the model."""
+        """Add one call of ``module``; ``names`` maps its parameter names to those of the model."""
         x, g = x.to(self.dtype) if x.is_floating_point() else x, g.to(self.dtype)
         if not isinstance(module, nn.modules.batchnorm._BatchNorm):
             self._add(names, squared_gradients(module, x, g))
             return
         self._batch_norms.append((names, batch_norm_sums(module, x, g)))
-        if sum(sums.along.numel() for _, sums in self._batch_norms) > WAITING:
+        if sum(sums.along.numel() for _, sums in self._batch_norms) > MAX_WAITING:
             self.flush()
 
     def flush(self) -> None:
-        """Treat the batch norm layers that a backward pass went through since the last time."""
+        """Add the diagonals of the batch norm layers that are waiting."""
         passed, self._batch_norms = self._batch_norms, []
         if passed:
             found = batch_norm_squares([sums for _, sums in passed])

@@ -1,13 +1,13 @@
 """Inverses of Kronecker blocks in the eigenbasis of their factors, for exact damping and EKFAC.
 
-A factor of few rows X (R, d) has at most R eigenvalues that are not zero. Eigenvectors to these are had from
+A factor of few rows X (R, d) has at most R eigenvalues that are not zero. Their eigenvectors follow from
 
     Xᵀ = Q₀ T  (QR) ,    T Tᵀ = U Λ Uᵀ ,    Q = Q₀ U ,    XᵀX = Q Λ Qᵀ ,
 
-an eigendecomposition of size R in place of d. Q spans all rows and is orthonormal to working precision whatever the
-rank, which Xᵀ times the eigenvectors of the Gram matrix XXᵀ would not be: that divides by the roots of eigenvalues. All
-other eigenvalues are zero, so any vectors orthogonal to Q complete the basis, such as those of the QR decomposition.
-Where they are left out the basis is thin. Outside a thin basis the block is δ alone,
+an eigendecomposition of size R instead of d. Q spans all rows and is orthonormal to working precision for any rank.
+(Xᵀ times the eigenvectors of XXᵀ would not be, because it divides by the roots of eigenvalues.) All other eigenvalues
+are zero, so any vectors orthogonal to Q complete the basis, such as those of the QR decomposition. A basis without them
+is called thin. Outside a thin basis the block is δI,
 
     A: V ↦ δV + Q_B [M ∘ S] Q_Aᵀ ,    A⁻¹: V ↦ (V − Q_B M Q_Aᵀ)/δ + Q_B [M/(S + δ)] Q_Aᵀ ,    M = Q_Bᵀ V Q_A .
 """
@@ -29,11 +29,11 @@ from hyperkron.kernels.split_products import full_precision
 from hyperkron.kernels.streams import side_by_side
 from hyperkron.solution import FactorizationError, NonFiniteError, Status
 
-DOUBLED = {"cuda": (33, 512)}
+FLOAT64_SIZES = {"cuda": (33, 512)}
 """Sizes of float32 matrices that are decomposed in float64, by device type.
 
-For these torch takes a Jacobi routine in float32, but divide and conquer in float64, whose eigenvectors are orthonormal
-to far more digits, in no more time on a GPU with fast float64.
+For these sizes torch uses a Jacobi routine in float32, but divide and conquer in float64. The latter's eigenvectors are
+orthonormal to far more digits, and it is not slower on a GPU with fast float64.
 """
 
 
@@ -41,7 +41,7 @@ to far more digits, in no more time on a GPU with fast float64.
 class EigenBlock:
     """Q_A (groups, d_in, r), Q_B (groups, d_out, s), the damped spectrum S + δ between them (groups, s, r), and δ.
 
-    δ is ``outside``: what the block is where a thin basis does not reach; ``None`` where both bases are complete.
+    ``outside`` is δ, the block outside a thin basis; ``None`` if both bases are complete.
     """
 
     a: Tensor
@@ -52,9 +52,9 @@ class EigenBlock:
     def solve(self, v: Tensor) -> Tensor:
         """The damped inverse.
 
-        What a thin basis does not reach, V − P_B V P_A with P = QQᵀ, is divided by δ, and so is what rounding leaves in
-        it along the basis. So it is projected twice, in full precision: the answer is as accurate as with a complete
-        basis.
+        The part of V outside a thin basis, V − P_B V P_A with P = QQᵀ, is divided by δ, and so are its rounding errors
+        along the basis. Therefore it is projected twice, in full precision, which makes the result as accurate as with
+        a complete basis.
         """
         if self.outside is None:
             return self.b @ ((self.b.mT @ v @ self.a) / self.spectrum) @ self.a.mT
@@ -110,8 +110,8 @@ class EigenInverses:
     def names(self) -> tuple[str, ...]:
         return tuple(self.blocks)
 
-    def solve(self, v: Matrices, own: bool = False) -> Matrices:
-        """Q_B [(Q_Bᵀ V Q_A) / spectrum] Q_Aᵀ for every block; it has no use for the memory of V."""
+    def solve(self, v: Matrices, overwrite: bool = False) -> Matrices:
+        """Q_B [(Q_Bᵀ V Q_A) / spectrum] Q_Aᵀ for every block; ``overwrite`` has no effect."""
         return {name: block.solve(v[name]) for name, block in self.blocks.items()}
 
     def matvec(self, v: Matrices) -> Matrices:
@@ -144,7 +144,7 @@ def damped(a: Tensor, b: Tensor, spectrum: Tensor, damping: Tensor | float) -> E
 
 
 def checked(point: Point, inverses: EigenInverses) -> EigenInverses:
-    """Refuse a damped spectrum that cannot be divided by; one copy to the host."""
+    """``inverses``; raises an error if a damped spectrum is not positive and finite. One copy to the host."""
     if not inverses.blocks:
         return inverses
     extremes = torch.stack([torch.stack([_lowest(block), block.spectrum.max()]) for block in inverses.blocks.values()])
@@ -170,10 +170,10 @@ Bases = dict[str, tuple[Tensor, Tensor, Tensor, Tensor]]
 
 
 def eigen_bases(factors: Factors, thin: tuple[bool, bool] = (False, False)) -> tuple[Bases, Status]:
-    """The eigenbases of all blocks, negative rounding of eigenvalues set to zero, and how they were obtained.
+    """The eigenbases of all blocks, with negative eigenvalues set to zero, and their status.
 
-    ``thin`` says of A and of B whether a factor that is kept as rows gets a thin basis, in place of a complete one.
-    Blocks that share a factor share its basis.
+    ``thin`` tells for A and for B whether a factor given as rows gets a thin basis instead of a complete one. Blocks
+    that share a factor share its basis.
     """
     found: Bases = {}
     status = Status.DIRECT
@@ -193,10 +193,10 @@ def eigen_bases(factors: Factors, thin: tuple[bool, bool] = (False, False)) -> t
 
 
 def completed(bases: Bases, wide: tuple[dict[str, Factor], dict[str, Factor]], scales: Matrices) -> Bases:
-    """The bases with the eigenvectors to eigenvalues of zero, which are arbitrary, replaced by those of ``wide``.
+    """The bases, with the arbitrary eigenvectors of zero eigenvalues replaced by eigenvectors of the ``wide`` factors.
 
-    With N the null space of a factor M and W its counterpart over all positions: N ← N U, NᵀWN = U Λ Uᵀ. So the basis
-    of a factor of low rank is the limit of that of M + εW for ε → 0, the same whatever routine computed it.
+    With N the null space of a factor M and W the same factor over all positions: N ← N U, NᵀWN = U Λ Uᵀ. So the basis
+    of a factor of low rank is the limit of the basis of M + εW for ε → 0 and does not depend on the routine.
     """
     found: Bases = {}
     with full_precision():
@@ -211,7 +211,7 @@ def completed(bases: Bases, wide: tuple[dict[str, Factor], dict[str, Factor]], s
 def _completed(values: Tensor, q: Tensor, wide: Tensor) -> Tensor:
     eps = torch.finfo(values.dtype).eps
     rounding = eps * values.shape[-1] * values.amax(-1, keepdim=True)
-    # sums over positions that vanish, as those of attention keys do, leave the squares of roundings
+    # if sums over positions vanish, as for attention keys, squares of rounding errors remain
     rounding = rounding.clamp_min(100 * eps**2 * wide.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True))
     made = q.clone()
     for group, count in enumerate((values <= rounding).sum(-1).tolist()):  # eigenvalues ascend
@@ -222,9 +222,9 @@ def _completed(values: Tensor, q: Tensor, wide: Tensor) -> Tensor:
 
 
 def _decomposed(factor: Factor, thin: bool) -> tuple[Tensor, Tensor, bool]:
-    """:func:`_eigh` of a factor; one that is kept as rows X (groups, R, d) has an eigendecomposition of size R.
+    """:func:`_eigh` of a factor; for rows X (groups, R, d) by an eigendecomposition of size R.
 
-    Where it is ``thin``, only R eigenvalues and as many eigenvectors.
+    With ``thin``, only R eigenvalues and eigenvectors are returned.
     """
     if not isinstance(factor, LowRank):
         return _eigh(factor)
@@ -240,11 +240,11 @@ def _decomposed(factor: Factor, thin: bool) -> tuple[Tensor, Tensor, bool]:
 
 
 def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor, bool]:
-    """Eigenvalues, eigenvectors, and whether the first try was enough.
+    """Eigenvalues, eigenvectors, and whether the first attempt succeeded.
 
     The library's routine can fail on a matrix with many rows of zeros (the patches of a convolution that sees mostly
-    padding). Then float64 is tried, and then float64 with a ramp of up to 1e-9 of the mean on the diagonal, which parts
-    the equal eigenvalues. For some sizes float64 comes first, see :data:`DOUBLED`.
+    padding). The second attempt uses float64. The third also adds a ramp of up to 1e-9 of the mean to the diagonal,
+    which separates equal eigenvalues. For some sizes float64 comes first, see :data:`FLOAT64_SIZES`.
     """
     reason = ""
     for attempt in _attempts(matrix):
@@ -253,7 +253,7 @@ def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor, bool]:
         except torch.linalg.LinAlgError as error:
             reason = str(error)
             continue
-        if not bool(torch.isfinite(vectors).all()):  # of a finite matrix, and without a word
+        if not bool(torch.isfinite(vectors).all()):  # the library reports no error in this case
             reason = "eigenvectors are not finite"
             continue
         return values.to(matrix.dtype), vectors.to(matrix.dtype), not reason
@@ -264,8 +264,8 @@ def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor, bool]:
 
 
 def _attempts(matrix: Tensor) -> Iterator[Tensor]:
-    """What is decomposed, one after the other, until it works; each is made only when it is needed."""
-    least, most = DOUBLED.get(matrix.device.type, (1, 0))
+    """The matrices to decompose, in order, until one succeeds; each is computed only when it is needed."""
+    least, most = FLOAT64_SIZES.get(matrix.device.type, (1, 0))
     if matrix.dtype != torch.float32 or not least <= matrix.shape[-1] <= most:
         yield matrix
     wide = matrix.double()

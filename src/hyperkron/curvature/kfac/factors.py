@@ -1,8 +1,8 @@
-"""A Kronecker factor: a dense matrix, or the few rows it is made of; and the inverse of either.
+"""A Kronecker factor, stored as a dense matrix or as a few rows, and the inverses of both forms.
 
-A factor M = Σ r rᵀ of R rows in d dimensions has rank R. Where R is well below d (deep convolutions at small batch,
-``reduce`` factors of any wide layer), the rows are kept instead of the matrix, and the damped inverse is had from a
-system of size R by Woodbury's identity,
+A factor M = Σ r rᵀ of R rows in d dimensions has rank at most R. If R is well below d (deep convolutions at small
+batch, ``reduce`` factors of any wide layer), the rows are kept instead of the matrix. The damped inverse then follows
+from a system of size R by Woodbury's identity,
 
     (XᵀX + δI)⁻¹ = [I − Xᵀ (XXᵀ + δI)⁻¹ X] / δ .
 """
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hyperkron.curvature.kfac.half_inverses import (
-    LEAST_ROWS,
+    MIN_ROWS,
     HalfDual,
     HalfInverse,
     HalfPrimal,
@@ -27,7 +27,7 @@ from hyperkron.curvature.kfac.half_inverses import (
     solve_both_sides,
 )
 from hyperkron.kernels.linalg import Factorization, Halves, gram, load_factorization
-from hyperkron.kernels.split_products import LEAST, full_precision, half_product, product, subtract_product
+from hyperkron.kernels.split_products import MIN_SIZE, full_precision, half_product, product, subtract_product
 from hyperkron.trees import HALF_TYPES
 
 DUAL_RATIO = 0.5
@@ -36,7 +36,7 @@ DUAL_RATIO = 0.5
 
 @dataclass(frozen=True)
 class LowRank:
-    """M = c XᵀX by its rows X, (groups, R, d), and c; rows in half precision stay so, for their products are exact."""
+    """M = c XᵀX, stored as its rows X (groups, R, d) and c; rows in half precision stay in half precision."""
 
     rows: Tensor
     share: float | Tensor = 1.0
@@ -65,7 +65,7 @@ Matrices = dict[str, Tensor]
 
 
 def few_rows(rows: int, d: int) -> bool:
-    """Whether the dual form is the cheaper one."""
+    """Whether the dual form is cheaper than a matrix."""
     return rows <= DUAL_RATIO * d
 
 
@@ -75,7 +75,7 @@ def dense(factor: Factor) -> Tensor:
 
 
 def stored(factor: Factor) -> Tensor:
-    """The tensor a factor is kept as: the matrix, or its rows."""
+    """The tensor of a factor: the matrix, or its rows."""
     return factor.rows if isinstance(factor, LowRank) else factor
 
 
@@ -92,7 +92,7 @@ def scaled(factor: Factor, c: float | Tensor) -> Factor:
 
 
 def added(a: Factor, b: Factor) -> Factor:
-    """M + N, as rows where the rows stay few."""
+    """M + N, as rows if both are given as rows and the rows together are still few."""
     if not (isinstance(a, LowRank) and isinstance(b, LowRank)):
         return dense(a) + dense(b)
     if few_rows(a.rows.shape[1] + b.rows.shape[1], a.rows.shape[2]):
@@ -101,7 +101,7 @@ def added(a: Factor, b: Factor) -> Factor:
 
 
 def add_to(sums: dict[str, Any], name: str, value: Factor) -> None:
-    """Add to the sum of that name, or begin one."""
+    """Add ``value`` to the sum of that name, or start the sum with it."""
     sums[name] = added(sums[name], value) if name in sums else value
 
 
@@ -109,7 +109,7 @@ def add_to(sums: dict[str, Any], name: str, value: Factor) -> None:
 class Primal:
     """(M + δI)⁻¹ of dense factors, (L, d, d).
 
-    The system may have more rows than M, those of an identity; V may have them too, as zeros.
+    The system may be padded with an identity; V may be padded with zeros.
     """
 
     system: Factorization
@@ -119,10 +119,10 @@ class Primal:
     def size(self) -> int:
         return self.system.size
 
-    def solve(self, v: Tensor, own: bool = False) -> Tensor:
-        """(M + δI)⁻¹ V for V of shape (L, d, k); in the memory of V, perhaps, where that is the caller's ``own``."""
+    def solve(self, v: Tensor, overwrite: bool = False) -> Tensor:
+        """(M + δI)⁻¹ V for V of shape (L, d, k); with ``overwrite`` the memory of V may be used."""
         longer = _longer(v, self.size)
-        return self.system.solve(longer, own or longer is not v)[:, : v.shape[1]]
+        return self.system.solve(longer, overwrite or longer is not v)[:, : v.shape[1]]
 
     def times(self, v: Tensor) -> Tensor:
         """(M + δI) V."""
@@ -137,15 +137,15 @@ class Primal:
 
 
 def _longer(v: Tensor, rows: int) -> Tensor:
-    """V of shape (L, d, k) with zeros below it, up to this many rows."""
+    """V of shape (L, d, k), padded with zeros to this many rows."""
     return F.pad(v, (0, 0, 0, rows - v.shape[1])) if rows > v.shape[1] else v
 
 
 @dataclass(frozen=True)
 class Dual:
-    """(XᵀX + δI)⁻¹ by the rows X (L, R, d), the inverse of XXᵀ + δI, and δ (L,).
+    """(XᵀX + δI)⁻¹, stored as the rows X (L, R, d), the inverse of XXᵀ + δI, and δ (L,).
 
-    Products run in full precision: the answer along the rows is a small difference of large numbers.
+    Products run in full precision, because the result along the rows is a small difference of large numbers.
     """
 
     rows: Tensor
@@ -157,11 +157,11 @@ class Dual:
     def size(self) -> int:
         return self.rows.shape[2]
 
-    def solve(self, v: Tensor, own: bool = False) -> Tensor:
-        """(XᵀX + δI)⁻¹ V for V of shape (L, d, k); in the memory of V where that is the caller's ``own``."""
-        found = v if own else v.clone()
+    def solve(self, v: Tensor, overwrite: bool = False) -> Tensor:
+        """(XᵀX + δI)⁻¹ V for V of shape (L, d, k); in the memory of V with ``overwrite``."""
+        found = v if overwrite else v.clone()
         with full_precision():
-            along = self.kernel.solve(product(self.rows, found), own=True)
+            along = self.kernel.solve(product(self.rows, found), overwrite=True)
             return subtract_product(found, self.rows.mT, along).div_(self.shift[:, None, None])
 
     def times(self, v: Tensor) -> Tensor:
@@ -181,19 +181,19 @@ FactorInverse = Primal | Dual | HalfInverse
 
 @dataclass
 class System:
-    """A stack of factors that were factorised: M + δI, or XXᵀ + δI where the factors are given by ``rows``."""
+    """The factorisation of a stack: of M + δI, or of XXᵀ + δI if the factors are given as ``rows``."""
 
     factorization: Factorization
     shift: Tensor
     rows: list[LowRank]
 
     def inverse(self) -> FactorInverse:
-        """For solves in float32."""
+        """The inverse for solves in float32."""
         primal = Primal(self.factorization)
         return Dual(torch.cat([x.wide for x in self.rows]), primal, self.shift) if self.rows else primal
 
     def half_inverse(self) -> FactorInverse:
-        """For solves in float16."""
+        """The inverse for solves in float16."""
         assert isinstance(self.factorization, Halves)
         if not self.rows:
             return HalfPrimal.of(self.factorization, self.shift)
@@ -208,16 +208,16 @@ class System:
 
     @property
     def suits_half(self) -> bool:
-        """Whether it is large, and factorised by halves."""
+        """Whether solves in float16 are possible and pay off: a large system, factorised by halves."""
         if not isinstance(self.factorization, Halves):
             return False
         if self.rows:
-            return self.rows[0].rows.shape[1] >= LEAST_ROWS and self.rows[0].rows.shape[2] >= LEAST
-        return self.factorization.size >= LEAST
+            return self.rows[0].rows.shape[1] >= MIN_ROWS and self.rows[0].rows.shape[2] >= MIN_SIZE
+        return self.factorization.size >= MIN_SIZE
 
 
 def inverses_of(a: System, b: System, half: bool) -> tuple[FactorInverse, FactorInverse]:
-    """The inverses of both factors of blocks; for solves in float16 where ``half`` allows them and they suit both."""
+    """The inverses of A and B; for solves in float16 if ``half`` allows it and both are suited."""
     if half and a.suits_half and b.suits_half:
         return a.half_inverse(), b.half_inverse()
     return a.inverse(), b.inverse()
@@ -240,22 +240,22 @@ class ShapeClass:
     a: FactorInverse
     b: FactorInverse
 
-    def solve(self, v: Matrices, own: bool = False) -> Sequence[Tensor]:
-        """(B + δ_B I)⁻¹ V (A + δ_A I)⁻¹ for every block; in the memory of V, perhaps, where that is ``own``.
+    def solve(self, v: Matrices, overwrite: bool = False) -> Sequence[Tensor]:
+        """(B + δ_B I)⁻¹ V (A + δ_A I)⁻¹ for every block; with ``overwrite`` the memory of V may be used.
 
-        V is enlarged as the systems are, so that its rows are aligned as theirs are, and the answer takes its place.
+        V is padded like the systems, so that its rows are aligned.
         """
         parts = [v[name] for name in self.names]
         if isinstance(self.a, HalfInverse) and isinstance(self.b, HalfInverse):
-            return solve_both_sides(self.b, self.a, parts, own)
+            return solve_both_sides(self.b, self.a, parts, overwrite)
         rows, columns = parts[0].shape[1:]
         if (rows, columns) == (self.b.size, self.a.size):
             stacked = torch.cat(parts)
         else:
             stacked = parts[0].new_zeros(sum(self.groups), self.b.size, self.a.size)
             torch._foreach_copy_(stacked[:, :rows, :columns].split(self.groups), parts)
-        half = self.b.solve(stacked, own=True)
-        return self.a.solve(half.mT, own=True).mT[:, :rows, :columns].split(self.groups)
+        half = self.b.solve(stacked, overwrite=True)
+        return self.a.solve(half.mT, overwrite=True).mT[:, :rows, :columns].split(self.groups)
 
     def matvec(self, v: Matrices) -> Sequence[Tensor]:
         """(B + δ_B I) V (A + δ_A I)."""
@@ -288,9 +288,9 @@ class FactoredInverses:
     def names(self) -> tuple[str, ...]:
         return tuple(name for c in self.classes for name in c.names)
 
-    def solve(self, v: Matrices, own: bool = False) -> Matrices:
-        """(B + δ_B I)⁻¹ V (A + δ_A I)⁻¹ for every block; in the memory of V, perhaps, where that is ``own``."""
-        return self._apart(c.solve(v, own) for c in self.classes)
+    def solve(self, v: Matrices, overwrite: bool = False) -> Matrices:
+        """(B + δ_B I)⁻¹ V (A + δ_A I)⁻¹ for every block; with ``overwrite`` the memory of V may be used."""
+        return self._apart(c.solve(v, overwrite) for c in self.classes)
 
     def matvec(self, v: Matrices) -> Matrices:
         """(B + δ_B I) V (A + δ_A I) for every block."""
@@ -306,7 +306,7 @@ class FactoredInverses:
         return FactoredInverses(tuple(x for c in self.classes for name, x in c.parts().items() if name in names))
 
     def damped(self, like: Matrices) -> dict[str, tuple[Tensor, Tensor]]:
-        """A + δ_A I and B + δ_B I of every block, whose matrices (groups, d_out, d_in [+1]) are shaped as ``like``."""
+        """A + δ_A I and B + δ_B I of every block, for blocks with matrices (groups, d_out, d_in [+1]) like ``like``."""
         found = {}
         for name, one in ((name, x) for c in self.classes for name, x in c.parts().items()):
             groups, b, a = like[name].shape
@@ -315,7 +315,7 @@ class FactoredInverses:
         return found
 
     def strategies(self) -> str:
-        """How many blocks have their factors inverted as matrices, and how many by their rows, as words."""
+        """How many factors are inverted as matrices and how many through their rows, such as ``"3 primal, 1 dual"``."""
         counts: dict[str, int] = {}
         for c in self.classes:
             for side in (c.a, c.b):

@@ -1,8 +1,8 @@
-"""Sums Σ r rᵀ over the rows of a layer, chunk by chunk, as a matrix or, where they are few, as the rows themselves.
+"""Sums Σ r rᵀ over the rows of a layer, chunk by chunk, as a matrix or, if the rows are few, as the rows themselves.
 
-Where products may run in TF32, rows are first scaled into the range of float16, which has as many bits of mantissa:
-products lose nothing that TF32 would have kept, are summed in float32 as there, and are several times as fast. EKFAC's
-spectrum is a sum as well: that of the squares of every example's gradient in the eigenbasis of the factors.
+Where TF32 is allowed, rows are first scaled into the range of float16. Float16 has as many bits as TF32, so products
+are as precise, are also summed in float32, and are several times as fast. EKFAC's spectrum is computed here too: the
+sum of squares of every example's gradient in the eigenbasis of the factors.
 """
 
 from __future__ import annotations
@@ -19,24 +19,22 @@ from hyperkron.curvature.kfac.layers import WeightSharing, cast_floating
 from hyperkron.kernels.linalg import gram, in_blocks, tf32_products
 from hyperkron.trees import HALF_TYPES
 
-TOP = 2.0**14
-"""The largest scaled number: whatever is within 2⁻²⁸ of it keeps all its bits, the rest does not show in the sum."""
-PAYS = 2**34
-"""Multiplications from which on scaling, a pass over the rows and a handful of launches, takes less than it saves."""
+MAX_SCALED = 2.0**14
+"""The largest scaled number. Numbers above 2⁻²⁸ of it keep all their bits; smaller ones do not change the sum."""
+MIN_MULTIPLICATIONS = 2**34
+"""From this many multiplications on, scaling (one pass over the rows, a few launches) costs less than it saves."""
 GRADIENTS = {"cpu": 2**21, "cuda": 2**25}
-"""Gradients of single examples are made at most this many numbers at a time, by device type."""
-
-
+"""Gradients of single examples are computed at most this many numbers at a time, by device type."""
 WIDE_OUTPUT = 2**14
-"""B of layers with at least this many outputs, as a vocabulary is, is kept as rows and never as a matrix."""
+"""For layers with at least this many outputs (a vocabulary), B is kept as rows and never as a matrix."""
 MOST_ROWS = 2**12
 """The largest number of these rows."""
 
 
 def pooled(g: Tensor, most: int = MOST_ROWS) -> Tensor:
-    """At most ``most`` rows y with E Σ y yᵀ = Σ r rᵀ, of the rows r in the last dimension of ``g``.
+    """At most ``most`` rows y with E Σ y yᵀ = Σ r rᵀ, where r are the rows in the last dimension of ``g``.
 
-    Each is a sum of rows with signs that look random, those of every ``most``-th row: their mixed products cancel.
+    Each y is the sum of every ``most``-th row with pseudo-random signs, so that mixed products cancel on average.
     """
     rows = g.reshape(-1, g.shape[-1])
     if len(rows) <= most:
@@ -50,23 +48,23 @@ def pooled(g: Tensor, most: int = MOST_ROWS) -> Tensor:
 
 
 def narrowed(x: Tensor, rows: int, d: int) -> tuple[Tensor, Tensor | None]:
-    """(y, c) with c·y = x to ten bits and y in half precision, where that makes products of rows faster; else ``x``.
+    """(y, c) with c·y = x to ten bits and y in half precision, if that makes products faster; else (x, ``None``).
 
-    What is in half precision already stays as it is (c is ``None``): its products are exact in float32. A number that
-    is not finite makes c·y not finite.
+    Rows that are already in half precision are returned as they are: their products are exact in float32. If x is not
+    finite, c·y is not finite either.
     """
-    if x.dtype != torch.float32 or rows * d * d < PAYS or not tf32_products(x.device):
+    if x.dtype != torch.float32 or rows * d * d < MIN_MULTIPLICATIONS or not tf32_products(x.device):
         return x, None
-    scale = torch.linalg.vector_norm(x, float("inf")).clamp_min(1e-30).mul_(1 / TOP)
+    scale = torch.linalg.vector_norm(x, float("inf")).clamp_min(1e-30).mul_(1 / MAX_SCALED)
     return torch.div(x, scale, out=torch.empty_like(x, dtype=torch.float16)), scale
 
 
 def summed(
     chunks: Iterator[Tensor], dtype: torch.dtype, block: Block | None, low_rank: bool, scale: Tensor | None = None
 ) -> tuple[Factor, int]:
-    """Σ r rᵀ over chunks of rows (groups, rows, d), and the number of rows; ``block`` says which columns to use.
+    """Σ r rᵀ over chunks of rows (groups, rows, d), and the number of rows; ``block`` tells which columns to use.
 
-    Rows in half precision are summed in ``dtype``; with ``scale`` they stand for rows this many times as large.
+    Rows in half precision are summed in ``dtype``. With ``scale`` the rows are multiplied by this number.
     """
     biased, weighted = block is not None and block.bias is not None, block is None or block.weight is not None
     total: Tensor | None = None
@@ -76,7 +74,7 @@ def summed(
     for chunk in chunks:
         waiting.append(chunk)
         count, d = count + chunk.shape[1], chunk.shape[2]
-        del chunk  # nothing holds a chunk while the next one is made
+        del chunk  # free a chunk before the next one is computed
         if low_rank and weighted and total is None and few_rows(count, d):
             continue
         while waiting:
@@ -105,9 +103,9 @@ def summed(
 def masked_gram(
     block: Block, x: Tensor, mask: Tensor, sharing: WeightSharing, dtype: torch.dtype, low_rank: bool
 ) -> tuple[Factor, Tensor]:
-    """Σ a aᵀ over the positions of a layer over tokens that ``mask`` has, and how many these are, not read yet.
+    """Σ a aᵀ over the tokens in ``mask``, and their number as a tensor that is not read yet.
 
-    With ``reduce`` the rows are the examples that have any, and each is the mean over its own.
+    With ``reduce`` each example with such tokens gives one row, their mean.
     """
     chunks = list(block.layer.inputs(x, "expand"))
     ones = mask.to(dtype).reshape(1, -1, 1)
@@ -141,12 +139,12 @@ def _plus_gram(total: Tensor | None, rows: Tensor, dtype: torch.dtype) -> Tensor
 
 
 def _stays_half(rows: Tensor, dtype: torch.dtype) -> bool:
-    """Whether rows are multiplied in half precision and their sums are float32: only CUDA devices have that."""
+    """Whether rows are multiplied in half precision and summed in float32, which only CUDA devices support."""
     return rows.dtype in HALF_TYPES and rows.is_cuda and dtype == torch.float32
 
 
 def _plus_half_gram(total: Tensor | None, rows: Tensor) -> Tensor:
-    """The same by products of half precision whose sums are float32."""
+    """The same by products in half precision that are summed in float32."""
     if rows.shape[0] > 1:
         found: Tensor = torch.bmm(rows.mT, rows, out_dtype=torch.float32)
         return found if total is None else total.add_(found)
@@ -168,7 +166,7 @@ def bordered(total: Tensor | None, sums: Tensor, count: int) -> Tensor:
 
 
 def added_images(x: Tensor) -> Tensor:
-    """The sum of images (N, C, …) as one of them, by a product, which a CPU does several times as fast as the sum."""
+    """The sum of images (N, C, …) as one image, by a matrix product, which is several times faster on a CPU."""
     last = not x.is_contiguous()
     images = (x.movedim(1, -1) if last else x).flatten(1)
     total = (images.new_ones(1, len(images)) @ images).view(1, *(x[:1].movedim(1, -1) if last else x[:1]).shape[1:])
@@ -178,18 +176,18 @@ def added_images(x: Tensor) -> Tensor:
 def corrected(block: Block, x: Tensor, g: Tensor, q_a: Tensor, q_b: Tensor) -> Tensor:
     """Σ_n (Q_Bᵀ G_n Q_A)² with G_n = Σ_positions g [x, 1]ᵀ, the gradient of one example.
 
-    With more positions than outputs G_n is made first and then turned into the eigenbasis, else g and x are.
+    With more positions than outputs, G_n is computed first and then transformed; otherwise g and x are transformed.
     """
-    layer, total, columns = block.layer, *_begun(block, q_a, q_b)
+    layer, total, columns = block.layer, *_empty_spectrum(block, q_a, q_b)
     together = max(1, GRADIENTS.get(x.device.type, 2**24) // total.numel())
     if by_gradients(block, x, g):
         chunks = layer.gradients_of_examples(cast_floating(x, q_a.dtype), g.to(q_a.dtype), together)
         return corrected_by_gradients(block, chunks, q_a, q_b)
     for inputs, gradients in layer.positions(x, g):
-        a = inputs.new_zeros(*inputs.shape[:-1], 1, dtype=q_a.dtype) if columns is None else _within(inputs, columns)
+        a = inputs.new_zeros(*inputs.shape[:-1], 1, dtype=q_a.dtype) if columns is None else _in_basis(inputs, columns)
         if block.bias is not None:
             a = a + q_a[:, -1:]
-        b = _within(gradients, q_b)
+        b = _in_basis(gradients, q_b)
         if a.shape[2] == 1:
             total += (b[:, :, 0].square().permute(1, 2, 0)) @ (a[:, :, 0].square().transpose(0, 1))
         else:
@@ -199,24 +197,24 @@ def corrected(block: Block, x: Tensor, g: Tensor, q_a: Tensor, q_b: Tensor) -> T
 
 
 def by_gradients(block: Block, x: Tensor, g: Tensor) -> bool:
-    """Whether the gradients of single examples are made first: where there are more positions than outputs."""
+    """Whether gradients of single examples are computed first, because there are more positions than outputs."""
     layer = block.layer
     return block.weight is not None and g.numel() > layer.examples(x) * layer.groups * layer.d_out**2
 
 
 def corrected_by_gradients(block: Block, chunks: Iterable[tuple[Tensor, Tensor]], q_a: Tensor, q_b: Tensor) -> Tensor:
-    """The same from chunks of gradients in the weight and in the bias, as layers make them."""
-    total, columns = _begun(block, q_a, q_b)
+    """The same from chunks of gradients in the weight and in the bias."""
+    total, columns = _empty_spectrum(block, q_a, q_b)
     assert columns is not None
     for gradients, sums in chunks:
-        turned = _within(gradients, columns)
+        transformed = _in_basis(gradients, columns)
         if block.bias is not None:
-            turned.addcmul_(sums[..., None], q_a[:, -1:])
-        total += _sum_of_squares(q_b.mT @ turned)
+            transformed.addcmul_(sums[..., None], q_a[:, -1:])
+        total += _sum_of_squares(q_b.mT @ transformed)
     return total
 
 
-def _begun(block: Block, q_a: Tensor, q_b: Tensor) -> tuple[Tensor, Tensor | None]:
+def _empty_spectrum(block: Block, q_a: Tensor, q_b: Tensor) -> tuple[Tensor, Tensor | None]:
     """Zeros for a spectrum, and the rows of Q_A that belong to the weight, in the order of the layer's inputs."""
     d = block.layer.d_in if block.weight is not None else 0
     columns = block.layer.reordered(q_a[:, :d]) if d else None
@@ -224,12 +222,12 @@ def _begun(block: Block, q_a: Tensor, q_b: Tensor) -> tuple[Tensor, Tensor | Non
 
 
 def _sum_of_squares(x: Tensor) -> Tensor:
-    """Over the first dimension, in the memory of ``x``; on a GPU in one pass over it, which on a CPU is far slower."""
+    """Σ x² over the first dimension; overwrites ``x``. The one-pass version is faster on a GPU, but not on a CPU."""
     return torch.linalg.vector_norm(x, dim=0).square_() if x.is_cuda else x.square_().sum(0)
 
 
-def _within(rows: Tensor, basis: Tensor) -> Tensor:
-    """Rows (n, groups, S, d) in a basis (groups, d, k); in one product where there is one group."""
+def _in_basis(rows: Tensor, basis: Tensor) -> Tensor:
+    """Rows (n, groups, S, d) in a basis (groups, d, k); in one product if there is one group."""
     rows = rows.to(basis.dtype)
     if len(basis) > 1:
         return rows @ basis

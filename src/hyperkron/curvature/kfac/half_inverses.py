@@ -1,21 +1,24 @@
 """Damped inverses in float16, for solves on the tensor cores of a GPU.
 
-Where float32 products may run in TF32 a solve may as well run in float16: it has as many bits, is multiplied twice as
-fast and takes half the memory. What it lacks is range. So inverses are kept as contractions, of norm at most one, and
-what was scaled into the range once stays there:
+Where TF32 is allowed, a solve can run in float16: it has as many bits as TF32, is twice as fast and needs half the
+memory. But its range is small. So inverses are stored as contractions (matrices of norm at most one): numbers that are
+scaled into the range once stay in it.
 
     δ (M + δI)⁻¹   = Tᵀ T ,        T = √δ L⁻¹ ,   L Lᵀ = M + δI        (:class:`HalfPrimal`)
     δ (XᵀX + δI)⁻¹ = I − Wᵀ W ,    W = L⁻¹ X ,    L Lᵀ = XXᵀ + δI      (:class:`HalfDual`)
                    = I − Xᵀ Tᵀ T X / δ ,    T = √δ L⁻¹                (:class:`HalfRows`)
 
-The right-hand side V is rounded once, which is as if b had been. Tᵀ T is never a difference, so T, made by products
-in float16, needs no more bits. I − WᵀW is a difference, small along the rows, so W and W V are kept as sums of two
-float16 numbers, of 22 bits. Rows X that were in half precision have all their bits in one number: they are applied in
-place of W, which need not be made, and T, and what it is applied to, are the sums. The error in ⟨g, V a⟩ is then below
-that of rounding the answer to bfloat16, as models in bfloat16 do with it.
+The right-hand side V is rounded once, with the same effect as rounding b. How many bits the stored matrices need:
 
-The largest entry of M, or of XXᵀ, may be 4e9 times δ; beyond that numbers leave the range of float16, and the answer is
-not finite, which the hypergradient's check of its result reports.
+- Tᵀ T contains no difference, so one float16 number for each entry of T is enough.
+- I − WᵀW is a difference that is small along the rows, so W and W V are stored as sums of two float16 numbers.
+- Rows X that the model has in half precision fit into one number. They are applied instead of W, which is not computed;
+  T and the vectors it is applied to are then the sums of two numbers.
+
+The error in ⟨g, V a⟩ is then smaller than the error of rounding the result to bfloat16, as models in bfloat16 do.
+
+The largest entry of M, or of XXᵀ, may be 4e9 times δ. Beyond that numbers leave the range of float16 and the result is
+not finite; the hypergradient's check of its result reports this.
 """
 
 from __future__ import annotations
@@ -39,16 +42,16 @@ from hyperkron.kernels.split_products import (
     put_half_product,
 )
 
-TOP = 2.0**15
-"""The largest norm of a matrix in float16 that contractions are applied to."""
+MAX_NORM = 2.0**15
+"""The largest norm of a float16 matrix that contractions are applied to."""
 UNIT = 2.0**12
-"""Contractions are kept this many times as large, so that their small entries have all their bits."""
+"""Contractions are stored multiplied by this number, so that small entries keep all their bits."""
 STRIPES, NARROWEST = 4, 512
-"""A triangle is multiplied in this many stripes, which leave out most of its zeros, or fewer where they get narrow."""
+"""A triangle is multiplied in this many stripes, which skip most of its zeros, each at least this wide."""
 NORM, GAIN = 10, 2.0**4
-"""Rows are scaled to a norm of at most 2 to the power NORM, and what they are applied to last by 1/GAIN."""
-LEAST_ROWS = 64
-"""Fewer rows than this are multiplied in float32: they take no time."""
+"""Rows are scaled to a norm of at most 2 to the power NORM, the vectors that they are applied to last by 1/GAIN."""
+MIN_ROWS = 64
+"""Fewer rows than this are multiplied in float32, which costs little."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +64,11 @@ class HalfInverse(ABC):
     @property
     @abstractmethod
     def size(self) -> int:
-        """n; M may have fewer rows, the others being zero."""
+        """n, the size of the stored matrices; M may be smaller and is then padded with zeros."""
 
     @abstractmethod
     def contract(self, v: Tensor) -> None:
-        """δ (M + δI)⁻¹ V in place of V, which is (L, n, k) in float16."""
+        """Replace V (L, n, k), in float16, by δ (M + δI)⁻¹ V."""
 
     @abstractmethod
     def times(self, v: Tensor) -> Tensor:
@@ -79,9 +82,9 @@ class HalfInverse(ABC):
         """Its tensors, by name."""
         return dict(vars(self))
 
-    def solve(self, v: Tensor, own: bool = False) -> Tensor:
+    def solve(self, v: Tensor, overwrite: bool = False) -> Tensor:
         """(M + δI)⁻¹ V for V of shape (L, d, k) in float32."""
-        unit = torch.linalg.vector_norm(v, 2, (1, 2), keepdim=True).clamp_min(1e-18) / TOP
+        unit = torch.linalg.vector_norm(v, 2, (1, 2), keepdim=True).clamp_min(1e-18) / MAX_NORM
         half = F.pad((v / unit).half(), (0, 0, 0, self.size - v.shape[1]))
         self.contract(half)
         return half[:, : v.shape[1]] * (unit / self.shift[:, None, None])
@@ -89,7 +92,7 @@ class HalfInverse(ABC):
 
 @dataclass(frozen=True)
 class HalfPrimal(HalfInverse):
-    """By T (L, n, n), of which only the lower triangle is read."""
+    """Stored as T (L, n, n), of which only the lower triangle is read."""
 
     triangle: Tensor
     kind: ClassVar[str] = "primal"
@@ -126,17 +129,17 @@ class HalfPrimal(HalfInverse):
 
 @dataclass(frozen=True)
 class HalfDual(HalfInverse):
-    """By W of R rows, as two numbers W₁ and W₂ one below the other: (L, 2R, n)."""
+    """Stored as W (R rows), as two float16 matrices W₁ and W₂ one below the other: (L, 2R, n)."""
 
     pair: Tensor
     kind: ClassVar[str] = "dual"
 
     @classmethod
     def of(cls, rows: Tensor, system: Halves, shift: Tensor) -> HalfDual:
-        """From the rows X (L, R, n) and the factorisation of XXᵀ + δI, which may be larger than R."""
+        """From the rows X (L, R, n) and the factorisation of XXᵀ + δI, which may be padded beyond R."""
         count, r, n = rows.shape
         found = torch.empty(count, 2 * r, n, device=rows.device, dtype=torch.float16)
-        for some in _stretches(count, r * n):
+        for some in _chunks(count, r * n):
             given = F.pad(rows[some], (0, 0, 0, system.size - r)) if system.size > r else rows[some]
             made = system.part(some.start, some.stop).contraction(given, UNIT)[:, :r]
             found[some, :r] = made
@@ -170,7 +173,7 @@ class HalfDual(HalfInverse):
 
 @dataclass(frozen=True)
 class HalfRows(HalfInverse):
-    """By rows p X (L, R, n) with p a power of two, T as two numbers T₁ and T₂ (L, R, R), and a gain (L,)."""
+    """Stored as rows p X (L, R, n) with p a power of two, T as two float16 matrices (L, R, R), and a gain (L,)."""
 
     rows: Tensor
     high: Tensor
@@ -185,7 +188,7 @@ class HalfRows(HalfInverse):
         norm = torch.linalg.vector_norm(rows, 2, (1, 2), dtype=torch.float32)
         p = torch.ldexp(torch.ones_like(norm), NORM - torch.frexp(norm)[1])
         high, low = (torch.empty(count, r, r, device=rows.device, dtype=torch.float16) for _ in range(2))
-        for some in _stretches(count, system.size**2 // 2):  # many small launches
+        for some in _chunks(count, system.size**2 // 2):  # many small launches
             made = torch.empty(some.stop - some.start, *[system.size] * 2, device=rows.device)
             with full_precision():
                 system.part(some.start, some.stop).put_inverse_triangle(made, UNIT * shift[some, None, None].sqrt())
@@ -200,7 +203,7 @@ class HalfRows(HalfInverse):
         return self.rows.shape[-1]
 
     def contract(self, v: Tensor) -> None:
-        y = half_product(self.rows, v).mul_(2.0**-NORM)  # whose norm is that of v at most
+        y = half_product(self.rows, v).mul_(2.0**-NORM)  # its norm is at most that of v
         y = self._times_triangle(self._times_triangle(y, False), True).mul_(self.gain[:, None, None])
         high = y.half()
         low = y.sub_(high).half()
@@ -209,7 +212,7 @@ class HalfRows(HalfInverse):
             put_half_product(v, self.rows.mT, low, -GAIN, beta=1.0)
 
     def _times_triangle(self, y: Tensor, transposed: bool) -> Tensor:
-        """T Y or Tᵀ Y; Y is used up."""
+        """T Y or Tᵀ Y; overwrites Y."""
         found, high = torch.empty_like(y), y.half()
         low = y.sub_(high).half()
         for begin, end in _stripes(self.high.shape[-1]):
@@ -243,17 +246,17 @@ def _stripes(n: int) -> list[tuple[int, int]]:
     return [(begin, min(begin + step, n)) for begin in range(0, n, step)]
 
 
-def solve_both_sides(b: HalfInverse, a: HalfInverse, parts: list[Tensor], own: bool = False) -> list[Tensor]:
+def solve_both_sides(b: HalfInverse, a: HalfInverse, parts: list[Tensor], overwrite: bool = False) -> list[Tensor]:
     """(B + δ_B I)⁻¹ V (A + δ_A I)⁻¹ for the stack of V that ``parts``, of shape (groups, d_out, d_in), make up.
 
-    The answers are in the memory of ``parts`` where these are the caller's ``own`` to give.
+    With ``overwrite`` the results are written to ``parts``.
     """
     groups, (rows, columns) = [len(x) for x in parts], parts[0].shape[1:]
-    found = parts if own else list(parts[0].new_empty(sum(groups), rows, columns).split(groups))
-    units = torch.stack(torch._foreach_norm(parts)).clamp_min(1e-18) / TOP
+    found = parts if overwrite else list(parts[0].new_empty(sum(groups), rows, columns).split(groups))
+    units = torch.stack(torch._foreach_norm(parts)).clamp_min(1e-18) / MAX_NORM
     made = torch.empty if (rows, columns) == (b.size, a.size) else torch.zeros
     begin = 0
-    for some in _stretches(len(parts), max(groups) * b.size * a.size):
+    for some in _chunks(len(parts), max(groups) * b.size * a.size):
         end = begin + sum(groups[some])
         half = made(end - begin, b.size, a.size, device=units.device, dtype=torch.float16)
         inside = half[:, :rows, :columns].split(groups[some])
@@ -269,8 +272,8 @@ def solve_both_sides(b: HalfInverse, a: HalfInverse, parts: list[Tensor], own: b
     return found
 
 
-def _stretches(count: int, numbers: int) -> Iterator[slice]:
-    """Stretches of a stack of ``count`` matrices, each of this many ``numbers``."""
+def _chunks(count: int, numbers: int) -> Iterator[slice]:
+    """Slices of a stack of ``count`` matrices with ``numbers`` entries each."""
     step = max(1, PIECE // numbers)
     for begin in range(0, count, step):
         yield slice(begin, min(begin + step, count))

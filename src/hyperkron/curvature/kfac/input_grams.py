@@ -17,9 +17,9 @@ class InputGrams:
     """The sums of one measurement, kept while layers may share them.
 
     Args:
-        dtype: of the sums.
-        low_rank: whether few rows are kept in place of their matrix.
-        one_at_a_time: whether sums of one input are forgotten when another comes, for their memory.
+        dtype: the dtype of the sums.
+        low_rank: keep few rows instead of their matrix.
+        one_at_a_time: forget the sums of one input when another is summed, to save memory.
     """
 
     def __init__(self, dtype: torch.dtype, low_rank: bool, one_at_a_time: bool) -> None:
@@ -28,7 +28,7 @@ class InputGrams:
         self._alive: list[Tensor] = []  # the inputs, whose ids are keys
 
     def forget(self) -> None:
-        """Let go of the sums that layers of one input share, and of these inputs."""
+        """Forget the shared sums and their inputs."""
         self._grams.clear()
         self._alive.clear()
 
@@ -54,7 +54,7 @@ class InputGrams:
         return made
 
     def _without_rows(self, block: Block, x: Tensor, rows: int, sharing: WeightSharing) -> tuple[Factor, int] | None:
-        """The same for layers that need not form their ``rows`` rows; ``None`` for others, and where rows are kept."""
+        """The same for layers that can sum their ``rows`` rows without forming them; ``None`` for others."""
         layer = block.layer
         if self.few(rows, layer.d_in) or sharing == "reduce" or block.weight is None:
             return None
@@ -66,9 +66,9 @@ class InputGrams:
         return bordered(total, layer.ordered(sums), rows), rows
 
     def narrowed(self, x: Tensor, rows: int, d: int, sharing: WeightSharing) -> tuple[Tensor, Tensor | None]:
-        """``x`` in half precision with its scale, where a matrix will be made of its ``rows`` rows of size ``d``."""
+        """``x`` in half precision with its scale, if its ``rows`` rows of size ``d`` are summed to a matrix."""
         return (x, None) if sharing == "reduce" or self.few(rows, d) else narrowed(x, rows, d)
 
     def few(self, rows: int, d: int) -> bool:
-        """Whether the rows are kept in place of their matrix."""
+        """Whether the rows are kept instead of their matrix."""
         return self.low_rank and few_rows(rows, d)

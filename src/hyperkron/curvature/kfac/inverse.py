@@ -47,7 +47,7 @@ Split = Literal["pi", "plain", "exact"] | SplitFunction
 
 BlockInverses = FactoredInverses | EigenInverses
 MOST_RATIO = 1e24
-"""Of the sizes of two factors: beyond it, as where gradients vanish in a deep network, one damping would be 0."""
+"""The largest ratio of two factors' sizes; beyond it (vanishing gradients in a deep network) one damping would be 0."""
 
 
 def load_inverses(state: dict[str, Any]) -> BlockInverses:
@@ -69,24 +69,24 @@ def split_damping(mean_a: Tensor, mean_b: Tensor, damping: Tensor, split: str) -
     return pi * root, root / pi
 
 
-ALONE = 512
-"""On a CPU a matrix of this size gains nothing from being factorised with others, and stacking would copy it."""
+UNBATCHED_SIZE = 512
+"""On a CPU, matrices of at least this size are factorised one by one: batching gains nothing and would copy them."""
 
 
 ALIGNED = {"cuda": (8, 64)}
-"""(multiple, beyond): the rows of larger systems are padded to this multiple, by device type. Tensor cores take rows of
-sixteen bytes, but a bias makes 769 of 768 inputs."""
+"""(multiple, size): systems above this size are padded to this multiple, by device type. Tensor cores need rows of
+sixteen bytes, but a bias makes 769 columns of 768 inputs."""
 
 BRANCHES = 3
-"""Factorisations of different sizes that run side by side in a CUDA graph; libraries keep memory for every branch."""
+"""How many factorisations run at the same time in a CUDA graph; libraries keep memory for each."""
 
 
-STRETCH = 2**28
-"""Where memory counts, the most numbers that are inverted in one part."""
+PART_SIZE = 2**28
+"""If memory is short, at most this many numbers are inverted in one part."""
 
 
 class FactorsNeeded(Exception):
-    """A factorisation failed and the factors are gone: measure them again, the same way, and keep them."""
+    """A factorisation failed, but its factors are freed: measure them again with the same draws, and keep them."""
 
 
 def factored_inverses(
@@ -97,26 +97,27 @@ def factored_inverses(
     execution: Execution,
     *,
     keep: bool = True,
-    own: bool = False,
+    overwrite: bool = False,
     lean: bool = False,
     half: bool = False,
     at_once: bool = False,
 ) -> Pending[tuple[FactoredInverses, Status, bool]]:
-    """Begin the damped inverses of all blocks: on a GPU other work can be queued before they are waited for.
+    """Begin to compute the damped inverses of all blocks; on a GPU other work can be queued before waiting for them.
 
-    Blocks are sorted by shape, all systems of one size are factorised in one batch, and each shape gets its stretch of
-    it.
+    Blocks are sorted by shape, and all systems of one size are factorised in one batch.
 
     Args:
-        factors, damping: (A, B) and δ of each block; ``split`` shares δ between A and B.
-        finite: whether all factors are; read with the outcome of the factorisations.
-        keep: keep the systems until it is known how it went; if not, a failure raises :class:`FactorsNeeded`.
-        own: ``factors`` are the caller's to give: they are cleared, and those of :data:`ALONE` freed one by one.
-        lean: prefer memory to launches.
-        half: solves may run in float16 (:mod:`~hyperkron.curvature.kfac.half_inverses`); δ_A and δ_B are positive.
-        at_once: make the inverses before it is known how the factorisations went, so that these need no memory then.
+        factors, damping: (A, B) and δ of each block.
+        split: how δ is split between A and B.
+        finite: a tensor that tells whether all factors are finite; read together with the factorisations' outcome.
+        keep: keep the systems until the outcome is known; otherwise a failure raises :class:`FactorsNeeded`.
+        overwrite: clear ``factors`` to save memory.
+        lean: save memory at the price of more launches.
+        half: allow solves in float16 (:mod:`~hyperkron.curvature.kfac.half_inverses`); δ_A and δ_B must be positive.
+        at_once: compute the inverses before the outcome is known, so that the factorisations can be freed.
 
-    Returns the inverses, how they were obtained, and the value of ``finite``; where it is false they are worthless.
+    Returns:
+        The inverses, their status, and the value of ``finite``; if it is false the inverses are not usable.
     """
     by_shape = _by_shape(factors)
     names = [name for members in by_shape for name in members]
@@ -124,7 +125,7 @@ def factored_inverses(
         return Pending(lambda: (FactoredInverses(()), Status.DIRECT, bool(finite)))
     systems = _Systems([factors[n][side] for side in (0, 1) for n in names], keep, lean)
     shifts = systems.shifts([damping[n] for n in names], split)
-    if own:
+    if overwrite:
         factors.clear()
     infos = systems.factorize(shifts)
 
@@ -142,17 +143,17 @@ def factored_inverses(
     made = inverses() if at_once and not keep else None
 
     def finish() -> tuple[FactoredInverses, Status, bool]:
-        status, good = systems.outcome(shifts, infos, finite, execution)
-        return made or inverses(), status, good
+        status, all_finite = systems.outcome(shifts, infos, finite, execution)
+        return made or inverses(), status, all_finite
 
     return Pending(finish)
 
 
-def most_parts(kept: bool) -> int:
-    """In how many parts large systems are inverted, for inverses that serve one call or are ``kept`` for several.
+def max_parts(kept: bool) -> int:
+    """The number of parts in which large systems are inverted, for inverses used once or ``kept`` for several calls.
 
-    Every part is one more chain of small kernels, which costs little where it is made for several calls. Where torch's
-    allocator cannot let its blocks grow (``expandable_segments``), neither large nor many parts fit in well.
+    Every part is one more sequence of small kernels; this matters less if the inverses are used in several calls.
+    Without ``expandable_segments`` of torch's allocator both large parts and many parts fragment the memory.
     """
     settings = (os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
     if not any("expandable_segments:true" in setting.lower().replace(" ", "") for setting in settings):
@@ -160,10 +161,10 @@ def most_parts(kept: bool) -> int:
     return 4 if kept else 2
 
 
-def stretches(factors: Factors, most: int) -> list[Factors]:
-    """The blocks in parts of about the same size, ``most`` of them where their systems are large."""
+def split_blocks(factors: Factors, most: int) -> list[Factors]:
+    """The blocks divided into parts with equally many blocks; at most ``most`` parts, and fewer for small systems."""
     numbers = sum(len(x) * x.shape[1] ** 2 for pair in factors.values() for x in map(stored, pair))
-    count = min(most, -(-numbers // STRETCH)) or 1
+    count = min(most, -(-numbers // PART_SIZE)) or 1
     names, step = list(factors), -(-len(factors) // count) or 1
     return [{n: factors[n] for n in names[begin : begin + step]} for begin in range(0, len(names), step)] or [factors]
 
@@ -178,12 +179,12 @@ def _by_shape(factors: Factors) -> list[list[str]]:
 
 
 def _alone(factor: Factor) -> bool:
-    """Whether the system of a factor is factorised without company."""
-    return stored(factor).device.type == "cpu" and stored(factor).shape[1] >= ALONE
+    """Whether the system of a factor is factorised outside a batch."""
+    return stored(factor).device.type == "cpu" and stored(factor).shape[1] >= UNBATCHED_SIZE
 
 
 class _Systems:
-    """The linear systems of many factors, all of A and then all of B, stacked by size unless they stay alone."""
+    """The linear systems of many factors, first all A and then all B, batched by size unless they are large."""
 
     def __init__(self, factors: list[Factor], keep: bool, lean: bool) -> None:
         self.count, self.keep, self.lean = len(factors) // 2, keep, lean
@@ -258,9 +259,9 @@ class _Systems:
         return torch.cat(sides[0]), torch.cat(sides[1])
 
     def factorize(self, shifts: Tensor) -> list[Tensor]:
-        """Factorise M + shift·I for all stacks; not zero where it failed, nothing read yet.
+        """Factorise M + shift·I for all stacks; returns tensors that are not zero where it failed, still unread.
 
-        Stacks are kept for another try. On a CPU, where reading costs nothing, each goes as soon as it has succeeded.
+        Stacks are kept for a second attempt. On a CPU, where reading is cheap, a stack is freed once it has succeeded.
         """
         infos: list[Tensor] = []
         for s, members in enumerate(self.members):
@@ -274,7 +275,7 @@ class _Systems:
         return infos
 
     def _shifted(self, s: int, members: list[int], shifts: Tensor) -> Tensor:
-        """M + shift·I of one stack, in its memory where that may be used up."""
+        """M + shift·I of one stack, in the memory of M if that is not needed any more."""
         given = self.stacks[s]
         assert given is not None
         stack = given.clone() if self.keep or given.device.type == "cpu" else given
@@ -283,32 +284,32 @@ class _Systems:
         return stack
 
     def _branched(self, stack: Tensor) -> tuple[Factorization, Tensor]:
-        """Factorise one stack; in a CUDA graph on a branch of its own.
+        """Factorise one stack; in a CUDA graph on its own branch.
 
-        A factorisation is a chain of small kernels that leave most of the chip idle. In a graph those of different
-        sizes, and whatever is recorded before :meth:`outcome` asks for them, run side by side.
+        A factorisation is a sequence of small kernels that leave most of the GPU idle. In a graph the factorisations of
+        different sizes run at the same time, together with the work that is recorded before :meth:`outcome`.
         """
         if not (stack.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return factorize(stack, self.lean, own=True)
+            return factorize(stack, self.lean, overwrite=True)
         branch = stream(stack.device, len(self.branches) % BRANCHES)
         branch.wait_stream(torch.cuda.current_stream(stack.device))
         with torch.cuda.stream(branch):
-            made = factorize(stack, own=True)
-        self.branches.append((branch, stack))  # its memory must not be used by others while the branch runs
+            made = factorize(stack, overwrite=True)
+        self.branches.append((branch, stack))  # keeps the stack in memory while the branch runs
         return made
 
     def _of_stack(self, values: Any, members: list[int]) -> Any:
-        """The stretch of per-group values that belongs to one stack."""
+        """The slice of per-group values that belongs to one stack."""
         first, last = members[0], members[-1]
         return values[self.begin[first] : self.begin[last] + self.groups[last]]
 
     def outcome(self, shifts: Tensor, infos: list[Tensor], finite: Tensor, execution: Execution) -> tuple[Status, bool]:
-        """Read the outcome, and ``finite``, in one copy to the host.
+        """Read the outcome and ``finite`` in one copy to the host; returns the status and the value of ``finite``.
 
-        A stack in which a matrix failed is tried in float64, then with 10, 100 and 1000 times the shift of the matrices
-        that fail; then :class:`FactorizationError` is raised. Factors that are not finite are not tried again.
+        If a matrix failed, its stack is factorised in float64, then with 10, 100 and 1000 times the shift for the
+        matrices that fail; then :class:`FactorizationError` is raised. Factors that are not finite are not retried.
         """
-        for branch, used in self.branches:  # what follows comes after all of them
+        for branch, used in self.branches:  # wait for all branches
             torch.cuda.current_stream(used.device).wait_stream(branch)
         self.branches = []
         unfit = finite.logical_not().to(infos[0].dtype).reshape(1)
@@ -321,14 +322,14 @@ class _Systems:
             return Status.DIRECT, False
         for s, members in enumerate(self.members):
             if any(self._of_stack(failed, members)):
-                mine, stack = self._of_stack(shifts, members), self.stacks[s]
+                shift, stack = self._of_stack(shifts, members), self.stacks[s]
                 assert stack is not None
-                self.made[s], more = _rescued(stack, mine)
-                mine.copy_(more)  # the dual form uses δ once more
+                self.made[s], more = _rescued(stack, shift)
+                shift.copy_(more)  # the dual form uses δ again
         return Status.MORE_DAMPING, True
 
     def system(self, first: int, last: int, shifts: Tensor) -> System:
-        """That of factors ``first`` to ``last``, neighbours in one stack."""
+        """The system of the factors ``first`` to ``last``, which are adjacent in one stack."""
         stack = self.stack_of[first]
         start = self.begin[self.members[stack][0]]
         begin, end = self.begin[first], self.begin[last - 1] + self.groups[last - 1]
@@ -341,9 +342,10 @@ class _Systems:
 
 
 def _common_sizes(sizes: set[int], multiple: int = 1, beyond: int = 0) -> dict[int, int]:
-    """Each size with the one it is raised to.
+    """Maps each size to the size it is padded to.
 
-    That is a size hardly larger that is there anyway (768 joins 769), and beyond ``beyond`` the next ``multiple``.
+    This is a size of the set that is at most 2 % larger (768 is padded to 769); sizes above ``beyond`` are then raised
+    to the next ``multiple``.
     """
     found: dict[int, int] = {}
     for n in sorted(sizes):
@@ -354,7 +356,7 @@ def _common_sizes(sizes: set[int], multiple: int = 1, beyond: int = 0) -> dict[i
 
 
 def _vector(values: Sequence[Tensor | float], like: Tensor) -> Tensor:
-    """Numbers, some of which may be on the device already, as one vector."""
+    """Numbers, some of which may be tensors on the device, as one vector."""
     if any(isinstance(x, Tensor) for x in values):
         return torch.stack([x.to(like) if isinstance(x, Tensor) else like.new_full((), x) for x in values])
     return _sent(tuple(values), like.dtype, like.device)
@@ -362,12 +364,12 @@ def _vector(values: Sequence[Tensor | float], like: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _sent(values: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers as a tensor on ``device``, sent there once: every step asks for the same; not to be written into."""
+    """Numbers as a tensor on ``device``, cached because every step needs the same ones; must not be written."""
     return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
 
 def _rescued(matrices: Tensor, shift: Tensor) -> tuple[Factorization, Tensor]:
-    """The inverses in float64, with more damping for those where that is not enough, and the damping they got."""
+    """Factorise in float64, with more damping where that is not enough; returns also the damping that was used."""
     wide, more = matrices.double(), shift.double().clone()
     eye = torch.eye(wide.shape[-1], dtype=wide.dtype, device=wide.device)
     bad = torch.ones_like(shift, dtype=torch.bool)

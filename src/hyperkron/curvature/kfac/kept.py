@@ -1,7 +1,7 @@
-"""Gradients of single examples at every layer, kept from one pass over the data, so that the next needs none.
+"""Gradients of single examples at every layer, kept from one pass over the data to save a second pass.
 
-EKFAC measures its spectrum in the eigenbasis of factors that are known only after a pass over all data. Where the point
-allows it, the gradients of that pass are kept, if they are few enough, and the spectrum needs no pass of its own.
+EKFAC measures its spectrum in the eigenbasis of the factors, which are known only after a pass over all data. If the
+point allows it and they are few enough, the gradients of that pass are kept, and the spectrum is computed from them.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from hyperkron.curvature.kfac.layers import cast_floating
 from hyperkron.losses import Loss
 
 MOST = 2**26
-"""The most numbers that are kept."""
+"""At most this many numbers are kept."""
 
 
 @dataclass(frozen=True)
 class LayerGradients:
-    """The gradients of the examples of a batch at one call of a layer, in whichever form has fewer numbers.
+    """The gradients of the examples of a batch at one call of a layer, in the form that needs fewer numbers.
 
-    Either their gradients in the weight and in the bias, as :meth:`Layer.gradients_of_examples` has them, or what they
-    are made of: the input of the layer and the gradient at its output.
+    The two forms are gradients in weight and bias (:meth:`Layer.gradients_of_examples`), and the layer's input with the
+    gradient at its output.
     """
 
     block: Block
@@ -38,7 +38,7 @@ class LayerGradients:
 
     @staticmethod
     def of(block: Block, x: Tensor, gs: Sequence[Tensor], dtype: torch.dtype) -> list[LayerGradients]:
-        """Those of each of ``gs``, gradients at the output of one call."""
+        """The gradients for each of ``gs``, which are gradients at the output of one call."""
         layer, count = block.layer, block.layer.examples(x)
         size = layer.groups * layer.d_out * (layer.d_in + 1)
         if not by_gradients(block, x, gs[0]) or count * size > x.numel() + gs[0].numel():
@@ -53,7 +53,7 @@ class LayerGradients:
         return sum(x.numel() for x in self.pair)
 
     def corrected(self, q_a: Tensor, q_b: Tensor) -> Tensor:
-        """Their part of EKFAC's spectrum."""
+        """The contribution to EKFAC's spectrum."""
         if not self.whole:
             return corrected(self.block, *self.pair, q_a, q_b)
         together = max(1, GRADIENTS.get(q_a.device.type, 2**24) // (q_b.shape[-1] * q_a.shape[-1]))
@@ -62,7 +62,7 @@ class LayerGradients:
 
 
 class KeptGradients:
-    """Those of all parts of a batch; none, once they would be too many."""
+    """The gradients of all parts of a batch; empty if they would be too many."""
 
     def __init__(self, parts: int) -> None:
         self.left, self._count = parts, parts
@@ -70,11 +70,11 @@ class KeptGradients:
         self.fits = True
 
     def vectors(self, loss: Loss) -> list[tuple[Tensor, Tensor]]:
-        """Which are backpropagated besides those that the curvature is measured with."""
+        """Vectors to backpropagate in addition to those of the curvature."""
         return []
 
     def add(self, gradients: Iterable[LayerGradients], rows: float) -> None:
-        """One more part; ``rows`` is its weight in the mean over all."""
+        """Add a part; ``rows`` is its weight in the mean over all parts."""
         found = list(gradients)
         self.parts.append((rows, found))
         self.left -= 1
@@ -87,7 +87,7 @@ class KeptGradients:
         return self.fits and not self.left
 
     def spectra(self, basis: dict[str, tuple[Tensor, Tensor]], scales: Matrices) -> Matrices:
-        """EKFAC's S of the blocks in ``basis``, as :attr:`Measured.corrected` has it."""
+        """EKFAC's S of the blocks in ``basis``, in the form of :attr:`Measured.corrected`."""
         sums: dict[str, Any] = {}
         bases = {n: (q_a if n not in scales else q_a / scales[n].mT, q_b) for n, (q_a, q_b) in basis.items()}
         for rows, part in self.parts:

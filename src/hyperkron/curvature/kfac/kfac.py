@@ -13,7 +13,7 @@ from torch import Tensor
 from hyperkron.curvature.kfac.coverage import Plan
 from hyperkron.curvature.kfac.eigen import Bases, eigen_bases
 from hyperkron.curvature.kfac.factors import FactoredInverses, Factors
-from hyperkron.curvature.kfac.inverse import BlockInverses, Split, factored_inverses, most_parts, stretches
+from hyperkron.curvature.kfac.inverse import BlockInverses, Split, factored_inverses, max_parts, split_blocks
 from hyperkron.curvature.kfac.kronecker import Kronecker, finite
 from hyperkron.curvature.kfac.measured import Measured
 from hyperkron.curvature.kfac.owners import agreed
@@ -32,16 +32,17 @@ class KFAC(Kronecker):
 
     with a_n the layer's input (and a 1 for its bias) and g_n = (∂z_n f)ᵀ s_n the output gradient of a vector s_n whose
     second moment is the loss's output Hessian. The L2 penalties of the inner loss are added to the damping: 2α on
-    the columns of weight and bias each, exactly with ``split="exact"``, in δ's place on A's side with the others.
+    the columns of weight and bias each. This is exact with ``split="exact"``; otherwise it is part of δ on A's side.
 
     Args:
         damping: δ. Default: 1e-3.
         split: how δ is divided between the factors: ``"pi"`` (Martens & Grosse), ``"plain"`` (√δ each), ``"exact"``
             (B ⊗ A + δI inverted exactly, by eigendecomposition), or a callable (A, B, δ) → (δ_A, δ_B).
         fisher: where s_n comes from: ``"mc"`` draws it from the model's own predictions, ``"type-2"`` uses all C exact
-            vectors, ``"rademacher"`` adds these up with random signs (one backward pass, and less noise than a drawn
-            label), ``"empirical"`` the gradient at the given labels. With a loss at every token the exact vectors of
-            all tokens go back together: where layers mix tokens, and in EKFAC's spectrum, only drawn ones are unbiased.
+            vectors, ``"rademacher"`` sums them with random signs (one backward pass, and less noise than a drawn
+            label), ``"empirical"`` uses the gradient at the given labels. With a loss at every token the exact vectors
+            of all tokens share one backward pass. Then ``"type-2"`` is biased for layers that mix tokens and for
+            EKFAC's spectrum; ``"mc"`` and ``"rademacher"`` are not.
         samples: draws per example, of ``"mc"`` and ``"rademacher"``.
         sharing: ``"expand"`` or ``"reduce"``, for weights used at several positions.
         refresh_every: τ; factors and inverses are reused for this many calls.
@@ -86,7 +87,7 @@ class KFAC(Kronecker):
         return self.ema == 0 and self.damping > 0 and self.split in ("pi", "plain", "exact")
 
     def _damped(self, diagonals: list[Tensor], damping: list[Any]) -> Sequence[Tensor]:
-        """With δ split between the factors a balanced eigenvalue λ becomes (√λ + √δ)²; so does the diagonal."""
+        """(√d + √δ)², because splitting δ between the factors turns a balanced eigenvalue λ into (√λ + √δ)²."""
         if self.split == "exact":
             return super()._damped(diagonals, damping)
         roots: Any = [
@@ -97,35 +98,40 @@ class KFAC(Kronecker):
         return torch._foreach_mul(shifted, shifted)
 
     def _invert(
-        self, point: Point, state: KroneckerState, made: Plan, measured: Measured, factors: Factors, keep: bool = False
+        self, point: Point, state: KroneckerState, plan: Plan, measured: Measured, factors: Factors, keep: bool = False
     ) -> Pending[tuple[BlockInverses, Status]]:
-        good, queued = finite(measured), point.execution.queued
+        all_finite, queued = finite(measured), point.execution.queued
         group = point.problem.group
         if self.split == "exact":
             bases, status = agreed(group, lambda: self._bases(point, measured, factors))
             spectra = ((n, q_a, q_b, b[..., :, None] * a[..., None, :]) for n, (a, q_a, b, q_b) in bases.items())
-            return Pending.ready((self._eigen_inverses(point, made, measured, spectra), status))
-        damping = {name: self._block_damping(made, measured, name) for name in factors}
+            return Pending.ready((self._eigen_inverses(point, plan, measured, spectra), status))
+        damping = {name: self._block_damping(plan, measured, name) for name in factors}
         if not queued and group.size == 1:
-            self._finite(point, measured, bool(good))
-        # not averages, nor asked which of them is not finite
-        own = self.ema == 0 and not (keep and queued) and group.size == 1
-        if own:
+            self._finite(point, measured, bool(all_finite))
+        # not if they are moving averages, or are needed to name those that are not finite
+        overwrite = self.ema == 0 and not (keep and queued) and group.size == 1
+        if overwrite:
             measured.release()
         # gradients in half precision have no more bits than float16
         half = measured.in_half and tf32_products(point.device) and group.size == 1
         half = half and self.damping > 0 and not callable(self.split)
-        options = {"keep": keep or not queued or group.size > 1, "own": own, "lean": self.lean, "half": half}
-        cut = own and queued and point.brief_passes
-        parts = stretches(factors, most_parts(not self._serves_once)) if cut else [factors]
-        begun = [
-            factored_inverses(part, damping, self.split, good, point.execution, at_once=len(parts) > 1, **options)
+        options = {
+            "keep": keep or not queued or group.size > 1,
+            "overwrite": overwrite,
+            "lean": self.lean,
+            "half": half,
+        }
+        in_parts = overwrite and queued and point.reuses_pass_memory
+        parts = split_blocks(factors, max_parts(not self._used_once)) if in_parts else [factors]
+        pending = [
+            factored_inverses(part, damping, self.split, all_finite, point.execution, at_once=len(parts) > 1, **options)
             for part in parts
         ]
 
         def checked_factors() -> tuple[BlockInverses, Status]:
-            found = [one.wait() for one in begun]
-            self._finite(point, measured, all(good for _, _, good in found))
+            found = [one.wait() for one in pending]
+            self._finite(point, measured, all(value for _, _, value in found))
             inverses = FactoredInverses(tuple(c for some, _, _ in found for c in some.classes))
             return inverses, next((status for _, status, _ in found if status is not Status.DIRECT), Status.DIRECT)
 

@@ -1,4 +1,4 @@
-"""What KFAC and EKFAC share: block-diagonal curvature whose inverse is two small matrices a layer."""
+"""What KFAC and EKFAC share: block-diagonal curvature whose inverse is two small matrices per layer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from hyperkron.curvature.base import Curvature, CurvatureState, check_damping
 from hyperkron.curvature.kfac.capture import measure
-from hyperkron.curvature.kfac.coverage import Coverage, Fallback, Plan, plan
+from hyperkron.curvature.kfac.coverage import Coverage, Fallback, Plan
+from hyperkron.curvature.kfac.coverage import plan as make_plan
 from hyperkron.curvature.kfac.eigen import EigenInverses, checked, damped
 from hyperkron.curvature.kfac.factors import Factor, Factors, dense, stored
 from hyperkron.curvature.kfac.inverse import BlockInverses, FactorsNeeded
@@ -30,7 +31,7 @@ from hyperkron.trees import Tree
 from hyperkron.validation import check_interval, check_one_of, check_whole
 
 MAX_FAILURES = 3
-"""After this many refreshes in a row that ended with the previous inverse, an error is raised."""
+"""After this many failed refreshes in a row an error is raised."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Kronecker(Curvature):
         if not isinstance(self.keep_previous, bool):
             raise HyperkronError(
                 f"keep_previous={self.keep_previous!r} must be True or False; False saves the memory of the previous "
-                "inverses while new ones are made."
+                "inverses while new ones are plan."
             )
         object.__setattr__(self, "layers", checked_layers(self.layers))
 
@@ -72,28 +73,28 @@ class Kronecker(Curvature):
 
     def coverage(self, model: nn.Module) -> Coverage:
         """Which curvature every trainable parameter of ``model`` gets; ``print`` it to see the table."""
-        return plan(model, self.fallback, self.layers).coverage()
+        return make_plan(model, self.fallback, self.layers).coverage()
 
     def operator(self, point: Point, state: CurvatureState) -> KroneckerOperator:
         """The curvature at ``point``, measured again when it is ``refresh_every`` calls old."""
         assert isinstance(state, KroneckerState)
-        made = state.plan(point.model, point.params, self.fallback, self.layers)
-        state.divide(made, point, self._reuses)
+        plan = state.plan(point.model, point.params, self.fallback, self.layers)
+        state.divide(plan, point, self._reuses)
         if self.strict:
-            _refuse(made.coverage())
-        if not state.fits(point.params):  # the first call, or θ is another
+            _refuse(plan.coverage())
+        if not state.fits(point.params):  # the first call, or other parameters than before
             state.factors = {}
             state.let_go()
         if not self.due(state):
             state.age += 1
-            state.coverage = made.coverage(state.uncalled)
-            return KroneckerOperator(made.blocks, state, self.damping)
-        refresh = self._refresh(point, state, made)
-        # let what follows be queued before waiting for the factorisation, unless that overwrites the factors
-        if point.execution.queued and not point.brief_passes:
-            return KroneckerOperator(made.blocks, state, self.damping, refresh, self._serves_once)
+            state.coverage = plan.coverage(state.uncalled)
+            return KroneckerOperator(plan.blocks, state, self.damping)
+        refresh = self._refresh(point, state, plan)
+        # queue more work before waiting for the factorisation, unless that work overwrites the factors
+        if point.execution.queued and not point.reuses_pass_memory:
+            return KroneckerOperator(plan.blocks, state, self.damping, refresh, self._used_once)
         refresh.wait()
-        return KroneckerOperator(made.blocks, state, self.damping, None, self._serves_once)
+        return KroneckerOperator(plan.blocks, state, self.damping, None, self._used_once)
 
     def due(self, state: CurvatureState) -> bool:
         assert isinstance(state, KroneckerState)
@@ -107,36 +108,36 @@ class Kronecker(Curvature):
     def records_refreshes(self) -> bool:
         return self.deferred
 
-    def _refresh(self, point: Point, state: KroneckerState, made: Plan) -> Pending[None]:
-        """Begin new factors and inverses; waiting for them puts them in place, or keeps the previous ones."""
-        if self.lean:  # the inverses in use go before new ones are measured: never both in memory
+    def _refresh(self, point: Point, state: KroneckerState, plan: Plan) -> Pending[None]:
+        """Begin to compute factors and inverses; waiting for the result stores them, or keeps the previous ones."""
+        if self.lean:  # free the inverses in use first, so that both are never in memory
             state.let_go()
         generator = state.random(point.device)
         before = None if point.recording else generator.get_state()
         try:
-            measured = self._measure(point, state, made, checked=not (point.execution.queued and self.deferred))
-            self._check(point, state, made, measured)
+            measured = self._measure(point, state, plan, checked=not (point.execution.queued and self.deferred))
+            self._check(point, state, plan, measured)
             factors, averages = self._factors(point, state, measured)
-            begun = self._invert(point, state, made, measured, factors)
+            pending = self._invert(point, state, plan, measured, factors)
         except (FactorizationError, NonFiniteError) as error:
-            self._keep(point, state, error)
+            self._fall_back(point, state, error)
             return Pending.ready(None)
 
         def finish() -> None:
             try:
                 try:
-                    inverses, status = begun.wait()
-                except FactorsNeeded:  # the same draws once more, this time keeping the factors
+                    inverses, status = pending.wait()
+                except FactorsNeeded:  # measure again with the same draws, and keep the factors this time
                     assert before is not None
                     generator.set_state(before)
-                    repeated = self._measure(point, state, made)
+                    repeated = self._measure(point, state, plan)
                     factors, _ = self._factors(point, state, repeated)
-                    inverses, status = self._invert(point, state, made, repeated, factors, keep=True).wait()
+                    inverses, status = self._invert(point, state, plan, repeated, factors, keep=True).wait()
             except (FactorizationError, NonFiniteError) as error:
-                self._keep(point, state, error)
+                self._fall_back(point, state, error)
                 return
             state.factors = averages
-            diagonal = own_diagonal(self._diagonal(made, measured), point.params)
+            diagonal = own_diagonal(self._diagonal(plan, measured), point.params)
             state.renew(inverses, status, diagonal, measured, layout(point.params))
 
         return Pending(finish)
@@ -147,15 +148,15 @@ class Kronecker(Curvature):
 
     @property
     def _reuses(self) -> bool:
-        """Whether a later call uses parts of what this one measures."""
+        """Whether later calls use parts of this measurement."""
         return self.refresh_every > 1 or self.ema > 0
 
     @property
-    def _serves_once(self) -> bool:
-        """Whether inverses are of no use after the call they were made in."""
+    def _used_once(self) -> bool:
+        """Whether inverses are used in one call only."""
         return self.lean and self.refresh_every == 1
 
-    def _keep(self, point: Point, state: KroneckerState, error: HyperkronError) -> None:
+    def _fall_back(self, point: Point, state: KroneckerState, error: HyperkronError) -> None:
         """Continue with the previous inverse, if there is one and it has not been kept too often."""
         state.failures += 1
         if isinstance(error, FactorizationError) and (blame := point.culprits()):
@@ -171,7 +172,7 @@ class Kronecker(Curvature):
         self,
         point: Point,
         state: KroneckerState,
-        made: Plan,
+        plan: Plan,
         basis: Basis | None = None,
         checked: bool = True,
         diagonal: bool = True,
@@ -181,35 +182,35 @@ class Kronecker(Curvature):
         def work(at: Point, _: Tree) -> Measured:
             found = measure(
                 at,
-                made,
+                plan,
                 fisher=self.fisher,
                 samples=self.samples,
                 sharing=self.sharing,
                 generator=generator,
                 basis=basis,
-                low_rank=self._low_rank and state.owners is None,  # sums over ranks are matrices
+                low_rank=self._low_rank and state.owners is None,  # ranks add matrices, not rows
                 checked=checked,
                 diagonal=diagonal,
                 wide=basis is None and self._wide,
                 damping=self.damping,
                 owners=state.owners,
                 unmasked=bool(state.unmasked),
-                keep=basis is None and state.owners is None and self._keeps(at),
+                keep=basis is None and state.owners is None and self._keeps_gradients(at),
                 first=state.refreshes == 0 and basis is None and not at.recording,
             )
             if not at.recording and basis is None:
                 state.unmasked = found.unmasked and state.unmasked is not False
             return found
 
-        if checked:  # that waits for the device
+        if checked:  # this waits for the device, so it cannot be recorded
             return work(point, {})
 
         def key() -> object:
-            return id(made), diagonal, state.unmasked
+            return id(plan), diagonal, state.unmasked
 
-        return point.run(Pass("factors", work, key=key, brief=Measured.large, generators=[generator]))
+        return point.run(Pass("factors", work, key=key, temporary=Measured.large, generators=[generator]))
 
-    def _keeps(self, point: Point) -> bool:
+    def _keeps_gradients(self, point: Point) -> bool:
         """Whether gradients of single examples are kept while factors are measured."""
         return False
 
@@ -228,11 +229,11 @@ class Kronecker(Curvature):
         """Whether factors may be kept as rows; averages need matrices."""
         return False
 
-    def _check(self, point: Point, state: KroneckerState, made: Plan, measured: Measured) -> None:
-        """Refuse an inner loss that does not depend on the model, or whose penalty makes the curvature negative, and,
+    def _check(self, point: Point, state: KroneckerState, plan: Plan, measured: Measured) -> None:
+        """Refuse an inner loss that does not depend on the model, a penalty that makes the curvature negative, and,
         with ``strict``, layers that were never called as modules."""
         state.uncalled = measured.uncalled
-        state.coverage = made.coverage(measured.uncalled)
+        state.coverage = plan.coverage(measured.uncalled)
         if self.strict and measured.uncalled:
             raise CoverageError(
                 f"strict=True, but {', '.join(measured.uncalled)} belong to layers that were never called as "
@@ -240,7 +241,7 @@ class Kronecker(Curvature):
             )
         if measured.uncalled:
             point.notes["uncalled"] = f"{', '.join(measured.uncalled)}: fallback, for their layers were not called"
-        if not (measured.reached or measured.diagonal or measured.l2) and (made.blocks or self.fallback == "diagonal"):
+        if not (measured.reached or measured.diagonal or measured.l2) and (plan.blocks or self.fallback == "diagonal"):
             raise independent("inner")
         lowest = {name: torch.as_tensor(value).detach().min().cpu() for name, value in measured.l2.items()}
         for name, value in lowest.items():
@@ -253,8 +254,8 @@ class Kronecker(Curvature):
     def _factors(
         self, point: Point, state: KroneckerState, measured: Measured
     ) -> tuple[Factors, dict[str, tuple[Tensor, Tensor]]]:
-        """A and B of every block, A after scaling the columns where they are penalised unevenly, and the averages
-        β·old + (1−β)·new that they are made of, where there is a β."""
+        """A and B of every block, with the columns of A scaled if they are penalised unevenly, and, if β > 0, the
+        moving averages β·old + (1−β)·new that they are computed from."""
         factors: Factors = {name: (measured.a[name], measured.b[name]) for name in measured.a}
         averages: dict[str, tuple[Tensor, Tensor]] = {}
         if self.ema > 0:
@@ -266,10 +267,10 @@ class Kronecker(Curvature):
         return {name: (scaled_factor(a, measured.scales.get(name)), b) for name, (a, b) in factors.items()}, averages
 
     def _finite(self, point: Point, measured: Measured, good: bool) -> None:
-        """Refuse factors that are not finite, by the name of the first such block."""
+        """Unless ``good``, raise an error that names the first block whose factors are not finite."""
         if good:
             return
-        point.settle()  # a loss that is not finite is the better message
+        point.settle()  # if the loss is not finite, its error is the better message
         bad = next((n for n in measured.a if not bool(finite(measured, n))), "parameters outside the blocks")
         remedy = point.culprits() or "look for overflow in the model, or use float64"
         raise NonFiniteError(f"the factors of {bad} are not finite; {remedy}.")
@@ -279,24 +280,24 @@ class Kronecker(Curvature):
         self._finite(point, measured, bool(finite(measured)))
         return None, Status.DIRECT
 
-    def _block_damping(self, made: Plan, measured: Measured, name: str) -> Tensor | float:
-        """δ + 2α: the curvature of L2 penalties joins the damping, here its mean; ``measured.scales`` has the rest.
+    def _block_damping(self, plan: Plan, measured: Measured, name: str) -> Tensor | float:
+        """δ plus the mean of 2α of the L2 penalties; ``measured.scales`` has the differences between columns.
 
-        So does the mean of the diagonal that a weight has by its other use, as an embedding.
+        If a weight is also used as an embedding, the mean of the diagonal of that use is added too.
         """
-        block = made.blocks[name]
-        damping = mean_damping(made, block, measured.l2, self.damping)
+        block = plan.blocks[name]
+        damping = mean_damping(plan, block, measured.l2, self.damping)
         for tied in (measured.diagonal[n] for n in block.names if n in measured.diagonal):
             damping = damping + tied.mean()
         return damping
 
-    def _diagonal(self, made: Plan, measured: Measured) -> dict[str, Tensor]:
+    def _diagonal(self, plan: Plan, measured: Measured) -> dict[str, Tensor]:
         """The damped diagonal of every parameter outside the blocks that the inner loss depends on."""
-        inside = {name for block in measured.reached for name in made.blocks[block].names}
+        inside = {name for block in measured.reached for name in plan.blocks[block].names}
         found: dict[str, Tensor] = {}
         by_kind: dict[bool, dict[str, Tensor | float]] = {True: {}, False: {}}  # δ + 2α: a number, or a tensor
-        for name in (name for name in made.rows if name not in inside):
-            declared = made.rows[name].curvature != "kronecker" or name in measured.uncalled
+        for name in (name for name in plan.rows if name not in inside):
+            declared = plan.rows[name].curvature != "kronecker" or name in measured.uncalled
             if declared and self.fallback == "zero":
                 continue
             damping = measured.l2.get(name, 0.0) + self.damping
@@ -304,7 +305,7 @@ class Kronecker(Curvature):
                 found[name] = torch.ones((), dtype=torch.float64) + damping
             elif name in measured.diagonal:
                 by_kind[isinstance(damping, float)][name] = damping
-            elif name in measured.l2:  # the penalty is all that depends on it
+            elif name in measured.l2:  # only the penalty depends on it
                 found[name] = torch.zeros((), dtype=torch.float64) + damping
         for names in by_kind.values():
             if names:
@@ -313,29 +314,29 @@ class Kronecker(Curvature):
         return found
 
     def _damped(self, diagonals: list[Tensor], damping: list[Any]) -> Sequence[Tensor]:
-        """The diagonals of parameters outside the blocks, damped as their neighbours in the blocks are: d + δ.
+        """d + δ, the diagonals of parameters outside the blocks, damped like the blocks.
 
-        ``damping`` holds numbers only or tensors only; for numbers a few launches do for all parameters.
+        ``damping`` holds only numbers or only tensors; with numbers a few launches treat all parameters.
         """
         return torch._foreach_add(diagonals, damping)
 
     def _eigen_inverses(
-        self, point: Point, made: Plan, measured: Measured, found: Iterable[tuple[str, Tensor, Tensor, Tensor]]
+        self, point: Point, plan: Plan, measured: Measured, found: Iterable[tuple[str, Tensor, Tensor, Tensor]]
     ) -> EigenInverses:
-        """The damped inverses of blocks that are given by name, Q_A, Q_B and the spectrum between them."""
-        blocks = {name: damped(a, b, s, self._block_damping(made, measured, name)) for name, a, b, s in found}
+        """The damped inverses of blocks given as (name, Q_A, Q_B, spectrum)."""
+        blocks = {name: damped(a, b, s, self._block_damping(plan, measured, name)) for name, a, b, s in found}
         group = point.problem.group
         return agreed(group, lambda: (checked(point, EigenInverses(blocks)), Status.DIRECT))[0]
 
     @abstractmethod
     def _invert(
-        self, point: Point, state: KroneckerState, made: Plan, measured: Measured, factors: Factors, keep: bool = False
+        self, point: Point, state: KroneckerState, plan: Plan, measured: Measured, factors: Factors, keep: bool = False
     ) -> Pending[tuple[BlockInverses, Status]]:
-        """Begin the damped inverses of all blocks: what comes is they, and how they were obtained."""
+        """Begin to compute the damped inverses of all blocks; the result is the inverses and their status."""
 
 
 def finite(measured: Measured, block: str | None = None) -> Tensor:
-    """Whether all entries of all factors (of one block) are finite, as a tensor that has not been read yet."""
+    """Whether all entries of all factors, or of one block, are finite; a tensor that is not read yet."""
     names = list(measured.a) if block is None else [block]
     factors: list[Factor] = [side[name] for name in names for side in (measured.a, measured.b)]
     factors += measured.diagonal.values() if block is None else []

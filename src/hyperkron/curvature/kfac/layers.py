@@ -34,24 +34,24 @@ Pair = tuple[Tensor, Tensor]
 CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**24}
 """Patches are materialised at most this many numbers at a time, by device type."""
 CACHED_ELEMENTS = 2**19
-"""The same on a CPU where they are used up at once, while they are in its cache."""
+"""The same on a CPU for patches that are used immediately, so that they stay in its cache."""
 FEW_CHANNELS = 4
-"""Up to this many channels products with kw·C columns are narrower than what a CPU multiplies at once."""
+"""Up to this many channels, products with kw·C columns are too narrow for a CPU."""
 NARROW = 8
-"""Up to this many channels the correlations of an image are computed with a row of the kernel side by side."""
+"""Up to this many channels, the pixels under a row of the kernel are treated as channels (``side_by_side_gram``)."""
 WIDEST = torch.complex128
-"""The dtype of sixteen bytes in which several numbers are copied as one."""
+"""A dtype of sixteen bytes, to copy several numbers as one."""
 UNCALLED = nn.modules.linear.NonDynamicallyQuantizableLinear
 """The linear layer whose weights ``nn.MultiheadAttention`` uses without ever calling it."""
 
 
 def cast_floating(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """An input in ``dtype``; whole numbers, which a layer may look up, stay so."""
+    """An input in ``dtype``; integers (indices) are not changed."""
     return x.to(dtype) if x.is_floating_point() else x
 
 
 class Layer(ABC):
-    """A kind of module that KFAC covers: z = W a [+ b], with a made of the module's input alone.
+    """A kind of module that KFAC covers: z = W a [+ b], where a depends only on the module's input.
 
     W and b are the module's parameters ``weight`` and ``bias``, the input is its first argument and z its output. A
     layer for modules of your own goes into ``KFAC(layers=[…])``.
@@ -61,10 +61,10 @@ class Layer(ABC):
         d_in, d_out: the sizes of one block.
         homogeneous: whether the rows of c·x are c times those of x, so that x may be scaled first.
         output_dim: which dimension of W its outputs lie in.
-        tokens: whether input and output have their features in the last dimension, examples in the first, and all
-            positions as rows, in their order. Those that the loss leaves out (``ignore_index``) then do not count in A.
-        keeps_input: whether autograd keeps the module's input, which can then be read after the backward pass.
-        same_rows: a name, if any: layers that have it in common make the same rows of the same input.
+        tokens: whether input and output have features in the last dimension, examples in the first, and all positions
+            as rows, in order. Positions that the loss masks (``ignore_index``) then do not count in A.
+        keeps_input: whether autograd keeps the module's input, so that it can be read after the backward pass.
+        same_rows: a name or ``None``; layers with the same name make the same rows of the same input.
     """
 
     groups: int
@@ -257,7 +257,7 @@ class ConvLayer(Layer):
         return patches.view(WIDEST).reshape(self.groups, -1, self.d_in // whole).contiguous().view(patches.dtype)
 
     def input_gram(self, x: Tensor) -> Tensor | None:
-        """On the CPU, for stride 1: see :mod:`~hyperkron.curvature.kfac.correlation`."""
+        """Σ r rᵀ on the CPU for stride 1, else ``None``; see :mod:`~hyperkron.curvature.kfac.correlation`."""
         m = self.module
         if x.device.type != "cpu" or not isinstance(m, nn.Conv2d) or x.dim() != 4 or m.padding_mode != "zeros":
             return None
@@ -299,16 +299,16 @@ class ConvLayer(Layer):
         return super().gradients_of_several(x, gs, most)
 
     def _side_by_side(self, x: Tensor) -> bool:
-        """Whether gradients of examples are made without patches."""
+        """Whether gradients of examples are computed without patches."""
         m = self.module
         return x.device.type == "cpu" and isinstance(m, nn.Conv2d) and m.groups == 1 and m.stride[0] == 1
 
     def _from_rows_of_pixels(self, x: Tensor, gs: Sequence[Tensor], most: int) -> Iterator[tuple[Pair, ...]]:
-        """Gradients of examples from rows of pixels, a product for each row of the kernel, in place of patches; for few
-        channels from patches that are transposed. Either is copied once for all output gradients.
+        """Gradients of examples by one product for each row of the kernel; for few channels from transposed patches.
 
-        A row of the kernel meets kw neighbouring pixels. With these side by side, (N, height, W_out, kw·C), what it
-        meets at all positions is a slice of the image, which need not be copied for every row of the kernel.
+        A row of the kernel covers kw neighbouring pixels. With these side by side, (N, height, W_out, kw·C), the pixels
+        under one row of the kernel at all positions are a slice of the image. So the image is copied once, for all rows
+        of the kernel and all output gradients.
         """
         m, x, gs = self.module, self._batched(x), [self._batched(g) for g in gs]
         kw, channels, (high, wide) = m.kernel_size[1], x.shape[1], gs[0].shape[2:]
@@ -325,7 +325,7 @@ class ConvLayer(Layer):
             yield tuple((torch.cat([b.mT @ a for a in taps], -1)[:, None], b.sum(1)[:, None]) for b in flat)
 
     def _taps(self, x: Tensor, high: int, wide: int) -> list[Tensor]:
-        """What each row of the kernel meets at all positions, (N, high·wide, kw·C)."""
+        """The pixels under each row of the kernel at all positions, (N, high·wide, kw·C)."""
         m, padded = self.module, self._padded(x)
         (kh, kw), (images, lines, pixels, _) = m.kernel_size, padded.stride()
         size = (len(x), padded.shape[1], wide, kw, x.shape[1])
@@ -334,8 +334,7 @@ class ConvLayer(Layer):
         return [rows[:, i * m.dilation[0] : i * m.dilation[0] + high].flatten(1, 2) for i in range(kh)]
 
     def _planes(self, x: Tensor, high: int, wide: int) -> Tensor:
-        """The patches of images, transposed, and a row of ones, (N, d_in + 1, high·wide): whole lines of pixels are
-        copied, for each tap."""
+        """The transposed patches of images and a row of ones, (N, d_in + 1, high·wide), copied in whole lines."""
         m, padded = self.module, self._padded(x).movedim(-1, 1).contiguous()
         (kh, kw), (images, planes, lines, _) = m.kernel_size, padded.stride()
         size = (len(x), kh, kw, x.shape[1], high, wide)
@@ -354,7 +353,7 @@ class ConvLayer(Layer):
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether ``module`` is the ``Conv1D`` of transformers, known by its name, for it is not imported here."""
+    """Whether ``module`` is the ``Conv1D`` of transformers; checked by name, because transformers is not imported."""
     kind, weight = type(module), module._parameters.get("weight")
     named = kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
     return named and weight is not None and weight.dim() == 2 and getattr(module, "nf", None) == weight.shape[1]
@@ -385,10 +384,8 @@ def kronecker_layer(module: nn.Module, layers: Sequence[LayerOf] = ()) -> Layer 
     if isinstance(module, UNCALLED):
         return None
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
-        own = module._parameters.get(
-            "weight"
-        )  # a new one may have another shape; a parametrization is not computed here
-        return LinearLayer(module.in_features, module.out_features if own is None else own.shape[0])
+        weight = module._parameters.get("weight")  # may have been replaced; None for a parametrized weight
+        return LinearLayer(module.in_features, module.out_features if weight is None else weight.shape[0])
     if is_transposed(module):
         return TransposedLayer(*module.weight.shape)  # type: ignore[misc]
     for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):

@@ -1,4 +1,4 @@
-"""What a pass over a batch finds for KFAC: the factors of every block, EKFAC's spectra, and diagonals."""
+"""The result of a pass over a batch for KFAC: the factors of every block, EKFAC's spectra, and diagonals."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from hyperkron.curvature.kfac.kept import KeptGradients
 
 @dataclass
 class Measured:
-    """What one pass over a batch found; of several processes each has the factors and spectra of its own blocks."""
+    """The result of one pass over a batch; with several processes, each has the factors and spectra of its blocks."""
 
     a: dict[str, Factor] = field(default_factory=dict)  # the mean of a aᵀ over rows, (groups, d_in [+1], d_in [+1])
     b: dict[str, Factor] = field(default_factory=dict)  # the sum of g gᵀ over rows, (groups, d_out, d_out)
     diagonal: dict[str, Tensor] = field(default_factory=dict)  # outside blocks; shaped like them or a single number
     wide: tuple[dict[str, Factor], dict[str, Factor]] = field(default_factory=lambda: ({}, {}))
-    """A and B of every block over all positions, not normalised, where they were asked for besides reduced ones."""
+    """A and B of every block over all positions, not normalised, if requested in addition to reduced ones."""
     corrected: dict[str, Tensor] = field(default_factory=dict)
-    """EKFAC's S of every block, in the basis it was asked for, scaled by ``scales``: (groups, d_out, d_in [+1])."""
+    """EKFAC's S of every block in the given basis, scaled by ``scales``: (groups, d_out, d_in [+1])."""
     l2: dict[str, Tensor | float] = field(default_factory=dict)  # 2α of the penalties α‖p‖² in the inner loss
-    scales: dict[str, Tensor] = field(default_factory=dict)  # E of the blocks that they fall on unevenly
-    reached: tuple[str, ...] = ()  # the blocks that a gradient reached, whether a basis was given for them or not
-    rows: dict[str, int | Tensor] = field(default_factory=dict)  # over how many the mean in A runs, by block
+    scales: dict[str, Tensor] = field(default_factory=dict)  # E of the blocks that are penalised unevenly
+    reached: tuple[str, ...] = ()  # the blocks that a gradient reached, with or without a basis
+    rows: dict[str, int | Tensor] = field(default_factory=dict)  # the number of rows in the mean A, by block
     uncalled: list[str] = field(default_factory=list)  # parameters of layers that were never called as modules
     in_half: bool = False  # whether gradients at layers were in half precision
-    unmasked: bool = False  # whether the loss has a row for every token and was seen to mask none
+    unmasked: bool = False  # whether the loss has a row for every token and masks none
     kept: KeptGradients | None = None
-    """What the spectrum can be made of without another pass over the batch, where that was asked for."""
+    """Gradients from which the spectrum can be computed without another pass, if requested."""
 
     def large(self) -> list[Tensor]:
         """The tensors of factors and diagonals, each once."""
@@ -38,7 +38,7 @@ class Measured:
         return list({id(x): x for x in found}.values())
 
     def release(self) -> None:
-        """Forget the factors, to free their memory; what else was found stays."""
+        """Free the factors; everything else stays."""
         self.a, self.b, self.wide = {}, {}, ({}, {})
 
 

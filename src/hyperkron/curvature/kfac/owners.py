@@ -1,7 +1,7 @@
-"""Which process has the factors and the inverses of a layer, where several train one model.
+"""Divides the factors and inverses of the layers among several processes that train one model.
 
-Every Kronecker block belongs to one rank. What the ranks measure of its factors is summed there and nowhere else; that
-rank inverts them, is given the right-hand side, solves, and gives the result back:
+Every Kronecker block belongs to one rank, its owner. The owner sums the factors that all ranks measure, inverts them,
+receives the right-hand side, solves, and returns the result:
 
     A = Σ_r A_r ,  B = Σ_r B_r   →   owner   ;      V   →   owner:  B⁻¹ V A⁻¹   →   all, or each its rows of it
 
@@ -27,10 +27,10 @@ T = TypeVar("T")
 
 
 class Owners:
-    """The rank that has each block of a plan, by the cost n³ of its inversions, the most expensive first.
+    """Assigns each block of a plan to a rank, balanced by the cost n³ of inversion, the most expensive first.
 
-    Blocks of one parent module with inputs of one size (query, key and value) may share a factor, so they stay
-    together, unless that is more than the share of a rank.
+    Blocks of one parent module with inputs of one size (query, key and value) may share a factor. So they stay together
+    unless their cost is more than the share of a rank.
     """
 
     def __init__(self, plan: Plan, group: Group) -> None:
@@ -62,12 +62,15 @@ class Owners:
         return self.of[name] == self.group.rank
 
     def sums(self, name: str, tensors: Sequence[Tensor], symmetric: bool = True) -> Callable[[], list[Tensor] | None]:
-        """What waits for Σ over ranks of what was measured of a block, on its owner; ``None`` on the others."""
-        begun = self.group.reduce([triangle(x) if symmetric else x for x in tensors], self.of[name])
+        """Begin to sum ``tensors`` of a block over ranks; the returned function waits for the sums.
+
+        It returns the sums on the owner and ``None`` on other ranks.
+        """
+        pending = self.group.reduce([triangle(x) if symmetric else x for x in tensors], self.of[name])
         likes = tensors if self.mine(name) else ()
 
         def found() -> list[Tensor] | None:
-            sums = begun()
+            sums = pending()
             if sums is None or not symmetric:
                 return sums
             return [filled(x, like) for x, like in zip(sums, likes, strict=True)]
@@ -82,7 +85,9 @@ class Owners:
         return first, second
 
     def applied(self, names: Sequence[str], v: Tree, function: Callable[[Tree], Tree]) -> Tree:
-        """What ``function`` makes of the parameters of each rank's blocks; of divided parameters each gets its rows.
+        """Apply ``function`` to the parameters of each rank's blocks; every rank gets all results.
+
+        Of divided parameters every rank gets its own rows.
 
         Args:
             names: the blocks.
@@ -153,7 +158,7 @@ _OUTCOMES = (Status.DIRECT, Status.MORE_DAMPING, NonFiniteError, FactorizationEr
 
 
 def agreed(group: Group, work: Callable[[], tuple[T, Status]]) -> tuple[T, Status]:
-    """What ``work`` gives, and the worst status of all ranks; an error of one is an error of all.
+    """The result of ``work``, and the worst status of all ranks; an error on one rank is an error on all.
 
     ``work`` must not use collectives.
     """

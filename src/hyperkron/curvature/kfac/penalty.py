@@ -1,10 +1,10 @@
-"""L2 penalties that fall unevenly on a block, as weight decay without biases does.
+"""L2 penalties that are uneven within a block, such as weight decay on weights but not on biases.
 
 With 2α different for the columns of [W | b] the damped block is
 
     B ⊗ A + I ⊗ D ,   D = diag(δ + 2α) = δ̄ E² ,   so   (I ⊗ E) [B ⊗ E⁻¹AE⁻¹ + δ̄ I] (I ⊗ E) ,
 
-with E diagonal and δ̄ the mean of D: after scaling the columns by E it is damped evenly, as any other block.
+with E diagonal and δ̄ the mean of D. After scaling the columns by E it is damped evenly, like any other block.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def mean_damping(plan: Plan, block: Block, penalties: Penalties, damping: float)
 def column_scales(plan: Plan, penalties: Penalties, damping: float, like: Tensor) -> dict[str, Tensor]:
     """E of every block that is penalised unevenly, (groups, 1, d_in [+1]), on the device and in the dtype of ``like``.
 
-    A penalty that differs between the rows of a weight is not a diagonal on A's side: it is averaged over them.
+    A penalty that differs between the rows of a weight is averaged over the rows, because E acts on columns only.
     """
     found: dict[str, Tensor] = {}
     for name, block in plan.blocks.items():
@@ -47,14 +47,14 @@ def column_scales(plan: Plan, penalties: Penalties, damping: float, like: Tensor
 
 
 def scaled_factor(factor: Factor, scale: Tensor | None) -> Factor:
-    """E⁻¹AE⁻¹; A itself where there is no E."""
+    """E⁻¹AE⁻¹; A itself if there is no E."""
     if scale is None:
         return factor
     return LowRank(factor.wide / scale) if isinstance(factor, LowRank) else factor / scale / scale.mT
 
 
 def _even(values: list[Tensor | float]) -> bool:
-    """Whether it is known, without asking the device, that all numbers of a block have one penalty."""
+    """Whether all numbers of a block are known to have the same penalty, without reading from the device."""
     numbers = {value for value in values if not isinstance(value, Tensor)}
     tensors = [value for value in values if isinstance(value, Tensor)]
     if any(value.numel() > 1 for value in tensors):

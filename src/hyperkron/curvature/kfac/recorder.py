@@ -1,8 +1,8 @@
-"""The hooks of one measurement: what passes through a layer becomes its share of A and B at once.
+"""The hooks of one measurement, which turn inputs and gradients of layers into the factors A and B.
 
-A forward hook turns each layer's input into its contribution to A; an identity function on each layer's output turns
-the gradient that flows through it into its contribution to B. Nothing is kept beyond that and what autograd keeps. If
-the batch is divided among processes, contributions go to the owner of the layer as soon as they are complete.
+A forward hook turns each layer's input into its contribution to A. An identity function on each layer's output turns
+the gradient that flows through it into its contribution to B. No other activations are kept. If the batch is divided
+among processes, contributions are sent to the owner of the layer as soon as they are complete.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hyperkron.curvature.kfac.kept import LayerGradients
 from hyperkron.curvature.kfac.layers import WeightSharing
 from hyperkron.curvature.kfac.measured import Basis, Measured
 from hyperkron.curvature.kfac.owners import Owners
-from hyperkron.curvature.kfac.taps import Tap, plainly, with_last
+from hyperkron.curvature.kfac.taps import Tap, no_grad_no_autocast, with_last
 from hyperkron.losses import BatchPlace, Loss
 from hyperkron.solution import HyperkronError
 from hyperkron.trees import HALF_TYPES, Tree
@@ -36,20 +36,16 @@ from hyperkron.trees import HALF_TYPES, Tree
 
 @dataclass(eq=False)
 class _Call:
-    """One call of a layer; its input is held until its rows have been summed."""
+    """One call of a layer."""
 
     block: Block
-    x: Tensor | None
+    x: Tensor | None  # the input, until its rows have been summed
     rows: int
-    masked: bool = False
-    """Whether only those of its rows count that a gradient has ``reached``."""
+    masked: bool = False  # whether only rows that a gradient has ``reached`` count
     reached: Tensor | None = None
-    version: int = 0
-    """Of x."""
-    input: Tensor | None = None
-    """x once more, where gradients are kept."""
-    single: bool = False
-    """Whether each example has a single row."""
+    version: int = 0  # of x, to detect changes in place
+    input: Tensor | None = None  # x, if gradients of examples are kept
+    single: bool = False  # whether each example has a single row
 
 
 class Recorder:
@@ -68,21 +64,21 @@ class Recorder:
         keeps: bool = False,
         keeps_own: bool = False,
     ) -> None:
-        """With ``keeps`` inputs are held until the graph is gone, for :meth:`gradients`; with ``keeps_own`` also
-        gradients for EKFAC's spectrum."""
+        """With ``keeps`` inputs are kept until the graph is freed, for :meth:`gradients`; with ``keeps_own`` gradients
+        for EKFAC's spectrum are kept too."""
         self.keeps, self.keeps_own = keeps or keeps_own, keeps_own
-        self._for: Literal["factors", "spectrum", "others"] = "factors"  # what the vector that passes is for
+        self._for: Literal["factors", "spectrum", "others"] = "factors"  # the purpose of the current backward pass
         self._passed: dict[_Call, list[tuple[bool, Tensor]]] = {}  # gradients to keep, and whether for others
         self._kept: tuple[list[LayerGradients], list[LayerGradients]] = ([], [])  # for the spectrum, for others
         self.plan, self.basis, self.low_rank, self.diagonal, self.owners = plan, basis, low_rank, diagonal, owners
-        self.like, self.dtype = like, like.dtype  # of factors
-        self.tokens = [torch.zeros((), requires_grad=True) for _ in range(2)]  # the second of calls with single rows
+        self.like, self.dtype = like, like.dtype  # dtype and device of the factors
+        self.tokens = [torch.zeros((), requires_grad=True) for _ in range(2)]  # the second for calls with single rows
         self.batch_size = 1
-        self.lengths: dict[str, int] = {}  # of the inputs of layers, along their first dimension
-        self.sequences: dict[str, int] = {}  # of those that have several rows for what is taken for an example
-        self.plain_lookups = False  # whether an embedding was given indices of one dimension, of examples or positions
+        self.lengths: dict[str, int] = {}  # first dimension of each layer's input
+        self.sequences: dict[str, int] = {}  # the same, for inputs with several rows for each index there
+        self.plain_lookups = False  # whether an embedding got one-dimensional indices, of examples or positions
         self.called: set[str] = set()
-        self.uses: Counter[str] = Counter()  # calls, by parameter, that the loss may see
+        self.uses: Counter[str] = Counter()  # calls with a graph, by parameter
         self.measured = found = Measured()
         self._factors: list[tuple[dict[str, Factor], dict[str, Factor], WeightSharing]]
         self._factors = [(found.a, found.b, sharing)]
@@ -91,16 +87,16 @@ class Recorder:
         self._diagonals = Diagonals(found.diagonal, self.dtype)
         self.waiting: list[_Call] = []
         self.inputs = InputGrams(self.dtype, low_rank, one_at_a_time=owners is not None)
-        self._unmasked: Tensor | None = None  # whether the loss masks no token at all, perhaps not read
-        self._doubted: Tensor | None = None  # the same where that was taken for granted
-        self.calls: dict[str, int] = {}  # of every block
+        self._unmasked: Tensor | None = None  # whether the loss masks no token; may not have been read
+        self._assumed_unmasked: Tensor | None = None  # the same, if it was assumed without reading it
+        self.calls: dict[str, int] = {}  # by block
         self._last = False  # whether this backward pass is the last one
         self.deliveries = None if owners is None else Deliveries(owners)
-        self._bases: dict[str, tuple[Tensor, Tensor]] = {}  # of others, in use
+        self._bases: dict[str, tuple[Tensor, Tensor]] = {}  # received from other processes
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Hooks on every covered module, removed also when an exception passes through."""
+        """Inside the block, every covered module has its hook; hooks are removed also after an error."""
         hooks = [(module, partial(self._on_block, self.plan.blocks[name])) for module, name in self.plan.feeds]
         hooks += [(module, partial(self._on_diagonal, names)) for module, names in self.plan.diagonal]
         handles = []
@@ -115,7 +111,7 @@ class Recorder:
 
     def _on_block(self, block: Block, module: nn.Module, given: tuple[Any, ...], named: Any, output: Tensor) -> Tensor:
         self.called.update(block.names)
-        if not output.requires_grad:  # under no_grad: the loss does not see this call
+        if not output.requires_grad:  # under no_grad: the loss does not depend on this call
             return output
         x: Tensor = given[0] if given else next(iter(named.values()))
         self.batch_size = max(self.batch_size, x.shape[0] if x.dim() > 1 else 1)
@@ -124,7 +120,7 @@ class Recorder:
             self.sequences[block.name] = len(x)
         self.uses.update(block.names)
         self.calls[block.name] = self.calls.get(block.name, 0) + 1
-        call = self._begun(block, x, output)
+        call = self._begin_call(block, x, output)
         call.input = x.detach() if self.keeps else None
         call.single = call.rows == block.layer.examples(x)
         return Tap.apply(output, self.tokens[call.single], partial(self._on_gradient, call))
@@ -143,15 +139,18 @@ class Recorder:
 
         def receive(g: Tensor) -> None:
             if self._for == "factors":
-                with plainly(g):
+                with no_grad_no_autocast(g):
                     self._diagonals.add(module, names, x, g)
 
         return Tap.apply(output, self.tokens[False], receive)
 
-    def _begun(self, block: Block, x: Tensor, output: Tensor) -> _Call:
-        """A call whose input is summed now, or, where A is larger than it and autograd keeps it, when the backward pass
-        is over: then A does not add to the memory of activations. A call over tokens waits for the loss; where A is to
-        be sent away, any call whose A is larger waits for its gradient."""
+    def _begin_call(self, block: Block, x: Tensor, output: Tensor) -> _Call:
+        """Register a call. Its input is summed now, or later to save memory while activations are alive.
+
+        - If A is larger than the input and autograd keeps the input anyway, it is summed after the backward pass.
+        - A call over tokens waits for the loss, which tells whether tokens are masked.
+        - If A is sent to another process and is larger than the input, the call waits for its gradient.
+        """
         layer = block.layer
         rows, d = output.numel() // (layer.groups * layer.d_out), layer.d_in
         if self.basis is not None:
@@ -167,13 +166,13 @@ class Recorder:
             self._on_input(call)
         return call
 
-    def saw(self, loss: Loss, readable: bool = True, unmasked: bool = False) -> None:
-        """The forward pass is over. Where the loss has a row for every token, some of them masked, A counts those that
-        a gradient reaches, which is known only after the backward passes.
+    def after_forward(self, loss: Loss, readable: bool = True, unmasked: bool = False) -> None:
+        """Called after the forward pass: decide which rows of layers over tokens count in A.
 
-        On a GPU a loss does not say that none is masked; where that may be read, which waits for the forward pass, the
-        layers that read one tensor share its sum. Where it may not be read, and is taken for granted (``unmasked``),
-        factors are nan if it is not so.
+        If the loss has a row for every token and masks some, A counts the tokens that a gradient reaches, which is
+        known only after the backward passes. If no token is masked, layers with the same input share a sum. To find out
+        waits for the GPU. If it is not ``readable`` (in a recording), ``unmasked`` is assumed, and factors are nan if
+        the assumption is wrong.
         """
         masks = [term.valid for term in loss.terms if term.valid is not None]
         counts = {mask.numel() for mask in masks}
@@ -182,9 +181,9 @@ class Recorder:
         if concerned:
             self._unmasked = torch.stack([mask.all() for mask in masks]).all()
             self.measured.unmasked = bool(self._unmasked) if readable else unmasked
-            self._doubted = None if readable or not unmasked else self._unmasked
+            self._assumed_unmasked = None if readable or not unmasked else self._unmasked
             if self.measured.unmasked:
-                for call in concerned:  # these wait all the same: autograd keeps their inputs, and A is larger
+                for call in concerned:  # they still wait: autograd keeps their inputs, and A is larger
                     call.masked = False
         for call in calls:
             if call.masked and call.rows not in counts:
@@ -205,11 +204,11 @@ class Recorder:
         place: BatchPlace | None = None,
         unbatched: bool = False,
     ) -> Measured:
-        """Backpropagate pairs (output, vector); what passes the hooks becomes the factors.
+        """Backpropagate pairs (output, vector) and return the factors that the hooks have collected.
 
-        Parameters outside layers are measured by the square of a whole batch's gradient, and so are ``unbatched``
-        layers. There ``signs`` gives examples random signs, which make the mixed terms vanish on average and change no
-        factor, if no batch norm mixes examples; ``place`` tells which examples of a divided batch these are.
+        Parameters outside layers, and ``unbatched`` layers, are measured by the square of the whole batch's gradient.
+        For these, ``signs`` gives the examples random signs, so that mixed terms vanish on average. Signs do not change
+        the factors, unless batch norm mixes examples. ``place`` tells which examples of a divided batch these are.
         """
         plan, found = self.plan, self.measured
         layered = [n for block in plan.blocks.values() for n in block.names]
@@ -227,9 +226,9 @@ class Recorder:
             gradients = torch.autograd.grad(
                 output, inputs, vector, retain_graph=self.keeps or not last, allow_unused=True
             )
-            with plainly(vector):
+            with no_grad_no_autocast(vector):
                 self._diagonals.flush()
-            if not last:  # those of the last vector wait for :meth:`gradients`, no more, for their memory
+            if not last:  # to save memory, only those of the last vector wait for :meth:`gradients`
                 self._keep(*self._passed)
             for name, gradient in zip(names, gradients[2:], strict=True):
                 if gradient is not None:
@@ -241,12 +240,11 @@ class Recorder:
     def gradients(
         self, own: Iterable[tuple[Tensor, Tensor]], others: Iterable[tuple[Tensor, Tensor]]
     ) -> tuple[list[LayerGradients], list[LayerGradients]]:
-        """After :meth:`backward`: the gradients of single examples for EKFAC's spectrum, where they are kept, and those
-        of ``others``. The graph is gone then.
+        """After :meth:`backward`: gradients of single examples for EKFAC's spectrum, if kept, and those of ``others``.
 
-        The spectrum of a layer with many rows for each example is made of the vectors that B was made of. A layer with
-        a single one has fewer rows, which its eigenbasis fits more closely than it fits new ones, so its spectrum needs
-        vectors of its ``own``. These go back no further than to the first such layer, mostly near the output.
+        The spectrum of a layer with many rows per example uses the vectors of B. A layer with a single row per example
+        has fewer rows, which its eigenbasis would fit too closely, so its spectrum uses its ``own`` vectors. Their
+        backward pass ends at the first such layer, mostly near the output. The graph is freed.
         """
         self._for = "spectrum"
         for output, vector in own if self.keeps_own else ():
@@ -258,20 +256,20 @@ class Recorder:
         return self._kept
 
     def _keep(self, *calls: _Call) -> None:
-        """Make gradients of single examples of those that have passed these calls."""
+        """Compute gradients of single examples from the output gradients of these calls."""
         for call in calls:
             passed = self._passed.pop(call)
             assert call.input is not None
-            with plainly(call.input):
+            with no_grad_no_autocast(call.input):
                 made = LayerGradients.of(call.block, call.input, [g for _, g in passed], self.dtype)
             for (for_others, _), one in zip(passed, made, strict=True):
                 self._kept[for_others].append(one)
 
     def _finish(self) -> None:
-        """Sums of a aᵀ become means; blocks that no gradient reached are left out."""
+        """Turn sums of a aᵀ into means, and leave out blocks that no gradient reached."""
         found = self.measured
-        if self._doubted is not None and found.b:
-            stored(next(iter(found.b.values()))).mul_(torch.where(self._doubted, 1.0, torch.nan))
+        if self._assumed_unmasked is not None and found.b:
+            stored(next(iter(found.b.values()))).mul_(torch.where(self._assumed_unmasked, 1.0, torch.nan))
         by_input: dict[int, list[_Call]] = {}
         for call in self.waiting:
             by_input.setdefault(id(call.x), []).append(call)
@@ -303,7 +301,7 @@ class Recorder:
             found.a = {name: rescaled.get(id(found.a[name]), found.a[name]) for name in found.reached}
 
     def _finish_sums(self, deliveries: Deliveries) -> None:
-        """Owners get the rest of their blocks. Sums of a aᵀ stay sums until the rows of all ranks are counted."""
+        """Send the remaining blocks to their owners; sums of a aᵀ become means when the rows of all ranks are known."""
         found, sent = self.measured, deliveries.sent
         sums: Any = found.b if self.basis is None else found.corrected
         for name in self.plan.blocks:
@@ -314,12 +312,12 @@ class Recorder:
             found.reached = tuple(name for name in self.plan.blocks if name in sent)
             found.rows = {name: found.rows[name] for name in found.reached}  # in the same order on all ranks
             for side in (found.a, found.b, *found.wide):
-                for name in side.keys() - sent:  # the loss does not see them
+                for name in side.keys() - sent:  # the loss does not depend on them
                     del side[name]
         self._bases.clear()
 
     def _send(self, name: str) -> None:
-        """What was measured of a block goes to its owner."""
+        """Send this rank's sums of a block to its owner."""
         assert self.deliveries is not None
         self._bases.pop(name, None)
         if self.basis is not None:
@@ -328,11 +326,11 @@ class Recorder:
             self.deliveries.send_factors(name, [(a, b) for a, b, _ in self._factors])
 
     def _complete(self, name: str) -> bool:
-        """Whether no more of B or S comes for a block, so that its owner can have it; what is not known now waits."""
+        """Whether B or S of a block is known to be complete, so that it can be sent to its owner."""
         return self.owners is not None and self._last and self.calls[name] == 1
 
     def _basis_of(self, name: str) -> tuple[Tensor, Tensor]:
-        """The eigenvectors of a block, from its owner; they are kept until the last backward pass is through."""
+        """The eigenvectors of a block, from its owner; they are kept until the end of the last backward pass."""
         assert self.basis is not None
         pair = self.basis[name]
         if self.owners is None:
@@ -343,7 +341,7 @@ class Recorder:
         return self._bases[name]
 
     def _on_input(self, call: _Call) -> None:
-        """A's share of a call."""
+        """Add the input of a call to A."""
         block, x, call.x = call.block, call.x, None
         assert x is not None
         if self.owners is not None and x._version != call.version:
@@ -351,7 +349,7 @@ class Recorder:
                 f"the input of {block.name} was changed in place after the layer was called, before its factors were "
                 "sent to another process; use an operation that is not in place (x = x + y for x += y)."
             )
-        with plainly(x):
+        with no_grad_no_autocast(x):
             for sums, _, sharing in self._factors:
                 count: int | Tensor
                 if call.masked:
@@ -365,16 +363,16 @@ class Recorder:
                     self.measured.rows[block.name] = self.measured.rows.get(block.name, 0) + count
 
     def _on_gradient(self, call: _Call, g: Tensor) -> None:
-        """B's share of a call, or that of EKFAC's S."""
+        """Add the output gradient of a call to B or to EKFAC's S."""
         block, found, layer = call.block, self.measured, call.block.layer
         if self._for == "others" or (self.keeps_own and call.single == (self._for == "spectrum")):
             self._passed.setdefault(call, []).append((self._for == "others", g))
         if self._for == "others":
-            self._keep(call)  # at once, for its memory
+            self._keep(call)  # now, to free the memory of g
         if self._for != "factors":
             return
         found.in_half = found.in_half or g.dtype in HALF_TYPES
-        with plainly(g):
+        with no_grad_no_autocast(g):
             if call.masked:
                 reached = (g != 0).any(-1)
                 call.reached = reached if call.reached is None else call.reached | reached

@@ -1,4 +1,4 @@
-"""What KFAC and EKFAC remember between calls, and the operator they make of it."""
+"""The state of KFAC and EKFAC between calls, and the operator that applies it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hyperkron.trees import Tree
 
 
 def layout(params: Tree) -> list[str]:
-    """Name, shape and dtype of every parameter: what factors and inverses fit."""
+    """Name, shape and dtype of every parameter, to check whether factors and inverses still fit."""
     return [f"{name} {list(p.shape)} {p.dtype}" for name, p in params.items()]
 
 
@@ -34,13 +34,13 @@ class KroneckerState(CurvatureState):
     """Factors, inverses and ages of a Kronecker curvature.
 
     Attributes:
-        age: hypergradients computed since the inverse in use was made; 0 right after a refresh.
-        refreshes: how many times it was made.
-        basis_age: refreshes since that made no new eigenbasis, but measured the spectrum in the one at hand.
+        age: hypergradients computed since the last refresh; 0 right after a refresh.
+        refreshes: how many times factors and inverses were computed.
+        basis_age: refreshes since the last new eigenbasis, which measured only the spectrum.
         failures: refreshes in a row that failed and kept the previous inverse.
-        status: how the inverse in use was obtained.
+        status: how the current inverse was obtained.
         strategy: how its blocks are inverted, in words.
-        coverage: which curvature every parameter has, as the last call found.
+        coverage: which curvature every parameter got in the last call.
     """
 
     _NUMBERS: ClassVar[tuple[str, ...]] = ("age", "refreshes", "basis_age", "failures", "seed")
@@ -51,17 +51,17 @@ class KroneckerState(CurvatureState):
         self.age = self.refreshes = self.basis_age = self.failures = 0
         self.status = Status.DIRECT
         self.strategy = ""
-        self.factors: dict[str, tuple[Tensor, Tensor]] = {}  # the moving averages, where there are any
+        self.factors: dict[str, tuple[Tensor, Tensor]] = {}  # moving averages, if ema > 0
         self.inverses: BlockInverses | None = None
         self.diagonal: dict[str, Tensor] = {}
-        self.scales: Matrices = {}  # E of the blocks that a penalty falls on unevenly
-        self.parameters: list[str] = []  # the layout of those that were trained when the inverse was made
-        self.uncalled: list[str] = []  # those of layers that were not called at the last refresh
+        self.scales: Matrices = {}  # E of the blocks that are penalised unevenly
+        self.parameters: list[str] = []  # the layout of the parameters at the last refresh
+        self.uncalled: list[str] = []  # parameters of layers that were not called at the last refresh
         self.coverage: Coverage | None = None
-        self.unmasked: bool | None = None  # whether all losses seen had a row for every token and masked none
-        self.reached: tuple[str, ...] = ()  # the blocks of the inverse in use, of all processes
-        self.owners: Owners | None = None  # of the blocks, where several processes share them
-        self.part = ""  # which part of factors and inverses these are, in words; all of them: ""
+        self.unmasked: bool | None = None  # whether all losses so far had a row for every token and masked none
+        self.reached: tuple[str, ...] = ()  # the blocks of the current inverse, of all processes
+        self.owners: Owners | None = None  # of the blocks, if several processes share them
+        self.part = ""  # which part of the blocks this process has, such as "0 of 2"; "" for all
         self._reused = False  # whether later calls need them
         self._collected: dict[str, Any] | None = None
         self._like = torch.zeros(())  # a factor's dtype and device
@@ -79,20 +79,20 @@ class KroneckerState(CurvatureState):
         """The plan for ``model``, made again only when its trainable parameters have changed."""
         members = list(params.values())
         if self._planned is not None:
-            known, old, made = self._planned
+            known, old, planned = self._planned
             if known is model and len(old) == len(members) and all(x is y for x, y in zip(old, members, strict=True)):
-                return made
+                return planned
         self._planned = (model, members, plan(model, fallback, layers))
         return self._planned[2]
 
-    def divide(self, made: Plan, point: Point, reused: bool) -> None:
-        """Keep the factors and inverses that belong to this process; ``reused``: later calls need them."""
+    def divide(self, plan: Plan, point: Point, reused: bool) -> None:
+        """Keep only the factors and inverses of this process; ``reused`` tells whether later calls use them."""
         group, self._reused = point.problem.group, reused
         self._like = torch.empty((), device=point.device, dtype=torch.promote_types(point.dtype, torch.float32))
         if group.size == 1:
             self.owners = None
-        elif self.owners is None or self.owners.blocks is not made.blocks or self.owners.group is not group:
-            self.owners = Owners(made, group)
+        elif self.owners is None or self.owners.blocks is not plan.blocks or self.owners.group is not group:
+            self.owners = Owners(plan, group)
         here = "" if self.owners is None else self.owners.part
         if self.part not in ("", here) and (self.factors or self.inverses is not None):
             raise HyperkronError(
@@ -106,9 +106,9 @@ class KroneckerState(CurvatureState):
         self.part = here
 
     def collect(self) -> None:
-        """To be called by all processes: a state_dict has the blocks of all of them until :meth:`uncollect`.
+        """Called by all processes: until :meth:`uncollect`, the first one's state_dict has the blocks of all.
 
-        It has none where no later call needs them.
+        Blocks that no later call uses are left out.
         """
         owners = self.owners
         if owners is None:
@@ -156,7 +156,7 @@ class KroneckerState(CurvatureState):
         parameters: list[str],
         basis_age: int = 0,
     ) -> None:
-        """A refresh has succeeded: these are in use from now on."""
+        """Store the result of a successful refresh."""
         self.inverses, self.status, self.diagonal, self.scales = inverses, status, diagonal, measured.scales
         self.parameters, self.reached = parameters, tuple(measured.reached)
         self.age, self.failures, self.refreshes, self.basis_age = 0, 0, self.refreshes + 1, basis_age
@@ -204,7 +204,7 @@ class KroneckerState(CurvatureState):
         }
 
     def fits(self, params: Tree) -> bool:
-        """Whether what is kept is of these parameters; states of earlier versions have their names alone."""
+        """Whether factors and inverses belong to these parameters; earlier versions saved only the names."""
         return self.parameters in (layout(params), list(params))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -224,10 +224,10 @@ class KroneckerState(CurvatureState):
 
 
 class KroneckerOperator(Invertible):
-    """The damped block-diagonal curvature: Kronecker blocks, diagonal layers, and what neither reaches.
+    """The damped block-diagonal curvature: Kronecker blocks, diagonal layers, and parameters with neither.
 
-    A parameter that the inner loss does not depend on has neither; the solution is zero there, as its column of the
-    cross term is. A preconditioner must not be zero anywhere: see :meth:`definite`.
+    A parameter that the inner loss does not depend on has neither. The solution is zero there, like its column of the
+    cross term. A preconditioner must not be zero anywhere: see :meth:`definite`.
     """
 
     def __init__(
@@ -236,21 +236,21 @@ class KroneckerOperator(Invertible):
         state: KroneckerState,
         damping: float,
         refresh: Pending[None] | None = None,
-        once: bool = False,
+        used_once: bool = False,
     ) -> None:
-        """``refresh`` is waited for when the inverses are first used, which go after the solve if used ``once``."""
-        self._blocks, self._state, self._refresh, self._once = blocks, state, refresh, once
-        self._damping, self._elsewhere, self.products = damping, 0.0, 0
+        """The first use of the inverses waits for ``refresh``; with ``used_once`` the solve frees them."""
+        self._blocks, self._state, self._refresh, self._used_once = blocks, state, refresh, used_once
+        self._damping, self._uncovered_damping, self.products = damping, 0.0, 0
         if refresh is None:
             self._settle()
 
     def definite(self) -> KroneckerOperator:
         """The same operator with δ (1 if δ = 0) where there is no curvature: positive definite on all parameters."""
-        self._elsewhere = self._damping or 1.0
+        self._uncovered_damping = self._damping or 1.0
         return self
 
     def _settle(self) -> None:
-        """Wait for a refresh still under way, and take its inverses."""
+        """Wait for a pending refresh, and take its inverses."""
         if self._refresh is not None:
             refresh, self._refresh = self._refresh, None
             refresh.wait()
@@ -261,7 +261,7 @@ class KroneckerOperator(Invertible):
         self.status = self._state.status
 
     def release(self) -> None:
-        if self._once:
+        if self._used_once:
             self._settle()
             self._state.let_go()
             del self.inverses, self.diagonal, self.scales
@@ -282,16 +282,16 @@ class KroneckerOperator(Invertible):
 
     def solve(self, b: Tree) -> Tree:
         self._ready()
-        # v would not fit beside b and the inverses, which go after the solve
-        own = self.overwrites and self._once and _lie_apart(b)
-        return self._apply(b, partial(self.inverses.solve, own=own), torch.div, torch._foreach_div)
+        # v would not fit into memory next to b and the inverses, which are freed after the solve
+        overwrite = self.overwrites and self._used_once and _no_overlap(b)
+        return self._apply(b, partial(self.inverses.solve, overwrite=overwrite), torch.div, torch._foreach_div)
 
     def solve_stacked(self, b: Tree) -> Tree:
         self._ready()
         return self._apply_stacked(b, self.inverses.solve, torch.div) if self._vectorizes else super().solve_stacked(b)
 
     def function(self, f: Callable[[Tensor], Tensor], v: Tree) -> Tree:
-        """f(A + δI) v for stacked vectors, by the eigenvalues of the blocks, which EKFAC has."""
+        """f(A + δI) v for stacked vectors, computed from the eigenvalues of the blocks; only with EKFAC."""
         self._ready()
         if self._state.owners is not None:
             raise HyperkronError("a function of the curvature needs one process; here several share the blocks.")
@@ -315,8 +315,8 @@ class KroneckerOperator(Invertible):
         return torch.func.vmap(one)(v)
 
     def _ready(self) -> None:
-        """Before a solve: say where little is covered, and wait for a refresh still under way."""
-        if not self._elsewhere and self._state.coverage is not None:  # a preconditioner may cover what it likes
+        """Before a solve: warn if few parameters are covered, and wait for a pending refresh."""
+        if not self._uncovered_damping and self._state.coverage is not None:  # not for a preconditioner
             self._state.coverage.warn()
         if self._refresh is not None:
             self._settle()
@@ -330,54 +330,54 @@ class KroneckerOperator(Invertible):
     ) -> Tree:
         given, owners = v, self._state.owners
 
-        def on_own(mine: Tree) -> Tree:
-            """Of the blocks whose parameters ``mine`` has."""
-            mine = trees.widened(mine)
-            blocks = {name: block for name, block in self.blocks.items() if block.names[0] in mine}
+        def on_own(tree: Tree) -> Tree:
+            """The result for the blocks whose parameters are in ``tree``."""
+            tree = trees.widened(tree)
+            blocks = {name: block for name, block in self.blocks.items() if block.names[0] in tree}
             scales = {name: e for name, e in self.scales.items() if name in blocks}
-            matrices = {name: block.join(mine) for name, block in blocks.items()}
+            matrices = {name: block.join(tree) for name, block in blocks.items()}
             matrices = on_blocks(matrices | {name: by(matrices[name], e) for name, e in scales.items()})
             matrices |= {name: by(matrices[name], e) for name, e in scales.items()}
-            return {n: x for name, matrix in matrices.items() for n, x in blocks[name].part(matrix, mine).items()}
+            return {n: x for name, matrix in matrices.items() for n, x in blocks[name].part(matrix, tree).items()}
 
-        v = trees.widened({name: local(x) if is_sharded(x) else x for name, x in v.items()})  # of one process: all rows
+        v = trees.widened({name: local(x) if is_sharded(x) else x for name, x in v.items()})  # one process has all rows
         found = on_own(v) if owners is None else owners.applied(list(self.blocks), given, on_own)
         own = own_rows_of(self.diagonal, given)
         shaped = {n: d for n, d in own.items() if d.shape == v[n].shape and d.device == v[n].device}
         numbers = {n: d for n, d in own.items() if n not in shaped}
-        if self._elsewhere:
+        if self._uncovered_damping:
             missing = v.keys() - found.keys() - self.diagonal.keys()
-            numbers |= {n: torch.tensor(self._elsewhere, dtype=torch.float64) for n in missing}
-        for diagonal in (shaped, numbers):  # apart, for only tensors that are shaped alike share a launch
+            numbers |= {n: torch.tensor(self._uncovered_damping, dtype=torch.float64) for n in missing}
+        for diagonal in (shaped, numbers):  # separately, because only tensors of the same shape share a launch
             if diagonal:
                 found.update(zip(diagonal, on_diagonal([v[n] for n in diagonal], list(diagonal.values())), strict=True))
         for name in v.keys() - found.keys():
             found[name] = torch.zeros_like(v[name])
-        # views of a stack of blocks would hold all of it, and every dual number and sum would copy them
+        # contiguous, because views would keep a whole stack of blocks in memory
         made = {name: found[name].to(x.dtype).contiguous() for name, x in given.items()}
         return made | {name: with_rows(made[name], x) for name, x in given.items() if is_sharded(x)}
 
 
-def _lie_apart(b: Tree) -> bool:
-    """Whether no number of b is in memory for two: autograd may give one gradient for two parameters."""
+def _no_overlap(b: Tree) -> bool:
+    """Whether no two entries of b share memory; autograd may return one gradient for two parameters."""
     places = {x.data_ptr() for x in b.values()}
     return len(places) == len(b) and not any(0 in x.stride() for x in b.values())
 
 
 def own_diagonal(diagonal: dict[str, Tensor], params: Tree) -> dict[str, Tensor]:
-    """A diagonal divided among processes as the parameters are."""
+    """``diagonal``, divided among processes like the parameters."""
     shaped = {n: d for n, d in diagonal.items() if is_sharded(params[n]) and d.shape == params[n].shape}
     return diagonal | {name: divided(d, params[name]) for name, d in shaped.items()}
 
 
 def own_rows_of(diagonal: dict[str, Tensor], v: Tree) -> dict[str, Tensor]:
-    """The rows of a diagonal that belong to those of ``v`` on this process."""
+    """The rows of ``diagonal`` that correspond to this process's rows of ``v``."""
     whole = {n: d[place_of(v[n])] for n, d in diagonal.items() if not is_sharded(d) and d.dim() and is_sharded(v[n])}
     return {name: whole[name] if name in whole else local(d) for name, d in diagonal.items()}
 
 
 def _matrices(inverses: BlockInverses, block: Block, like: Tensor) -> tuple[Tensor, Tensor] | None:
-    """What the inverse of a block is made of: complete bases, or damped factors; ``None`` if it is not here."""
+    """The matrices of a block's inverse, complete bases or damped factors; ``None`` if another process has them."""
     if isinstance(inverses, EigenInverses):
         return next(((one.a, one.b) for one in inverses.blocks.values()), None)
     return inverses.damped({block.name: like.expand(block.shape)}).get(block.name)

@@ -1,4 +1,4 @@
-"""Where gradients pass: an identity on the output of a layer, and the precision in which they are looked at."""
+"""Captures gradients in the backward pass, by an identity function on the output of a layer."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 
-def plainly(x: Tensor) -> AbstractContextManager[object]:
-    """Without graph, and without the autocast a model may run under: factors are summed in their own precision."""
+def no_grad_no_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """A context without autograd and without the model's autocast, in which factors are summed."""
     kind = x.device.type
-    return _without_autocast(kind) if torch.is_autocast_enabled(kind) else torch.no_grad()  # asking is cheaper
+    return _without_autocast(kind) if torch.is_autocast_enabled(kind) else torch.no_grad()  # the check is cheaper
 
 
 @contextmanager
@@ -25,23 +25,23 @@ def _without_autocast(kind: str) -> Iterator[None]:
 def same_memory(x: Tensor) -> Tensor:
     """A tensor with the memory and the strides of ``x`` that is not a view of it.
 
-    The strides of dimensions of one are set too: for a single image whose channels are last the backward pass of batch
-    norm (torch 2.13) goes by them.
+    The strides of dimensions of size one are copied too, because the backward pass of batch norm (torch 2.13) reads
+    them for a single channels-last image.
     """
     made: Tensor = torch.ops.aten._unsafe_view.default(x, x.shape)
     return made if made.stride() == x.stride() else made.as_strided_(x.shape, x.stride())
 
 
 def in_order(x: Tensor) -> Tensor:
-    """``x`` contiguous, with the strides of its shape; ``contiguous`` alone leaves those of dimensions of one."""
+    """``x`` contiguous, with default strides; ``contiguous`` alone may keep others for dimensions of size one."""
     return x.contiguous().view(-1).view(x.shape)
 
 
 class Tap(torch.autograd.Function):
-    """The identity on a layer's output; hands the gradient that passes through to ``receive``.
+    """The identity on a layer's output; passes its gradient to ``receive`` in the backward pass.
 
-    What it returns shares the output's memory without being a view of it, so that a model may go on in place, as
-    ``ReLU(inplace=True)`` does; none of the layers concerned needs its output in the backward pass.
+    The result shares the output's memory without being a view of it, so that the model may change it in place
+    (``ReLU(inplace=True)``). None of the layers concerned needs its output in the backward pass.
     """
 
     @staticmethod
