@@ -257,8 +257,9 @@ def verdicts(runs: list[Run], before: list[Run]) -> list[tuple[str, str, str, st
         (
             "the choice switches rightly where trees win",
             "seen",
-            f"switched in {s['switched']} of {f['runs']} runs ({s['better']} better, {s['worse']} worse, "
-            f"{s['gain']:+.1f} points); to trees in {len(tree_runs)}, rightly in {len(right)}",
+            f"switched in {s['switched']} of {f['runs']} runs"
+            + (f" ({s['better']} better, {s['worse']} worse, {s['gain']:+.1f} points)" if s["switched"] else "")
+            + f"; to trees in {len(tree_runs)}, rightly in {len(right)}",
             bool(tree_runs) and 2 * len(right) > len(tree_runs),
         ),
         (
