@@ -387,7 +387,8 @@ def main(arguments: list[str] | None = None) -> None:
     elif options.table:
         print(page.tables(contest(), Lines(TIMES).rows))
     elif options.figure:
-        print(page.figure(contest(), Lines(TIMES).rows, records.PAGES / "figures" / "paper" / "resnet-length.svg"))
+        path = (records.PAGES / "figures" / "paper" / result_of(options.batch).name).with_suffix(".svg")
+        print(page.figure(contest(), Lines(TIMES).rows, path))
     else:
         _run_all(options, lines, contest)
 

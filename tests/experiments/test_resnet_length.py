@@ -215,8 +215,9 @@ def test_the_tables_and_the_figure(tmp_path: Path) -> None:
     assert "seconds, alone" in drawn.read_text("utf-8")
 
 
-def test_the_page_has_the_recorded_tables(capsys: pytest.CaptureFixture[str]) -> None:
-    resnet_length.main(["--table"])
+@pytest.mark.parametrize("batch", ["500", "2500"])
+def test_the_page_has_the_recorded_tables(batch: str, capsys: pytest.CaptureFixture[str]) -> None:
+    resnet_length.main(["--table", "--batch", batch])
     assert capsys.readouterr().out.strip() in (records.PAGES / "resnet-length.md").read_text("utf-8")
 
 
@@ -254,6 +255,15 @@ def test_theta_s_step_size_with_larger_batches_follows_from_the_pilot() -> None:
     left = {inner: resnet_length_page.visits(x).never for inner, x in rows.items()}
     assert left[0.001] < 0.06 and left[0.01] > 0.4 and left[0.05] > 0.4
     assert resnet_length.plan_of(2500).inner == 0.001
+
+
+def test_what_the_page_says_of_larger_batches() -> None:
+    """KFAC lowers the loss of AID and AmIGO, MRBO was not run; whatever λ's step size or the damping, CG-3 is above."""
+    found = resnet_length_page.judgement("Figure 2")
+    assert found.verdict is Verdict.TREND and "AID-CG-3 → AID-KFAC -0.134" in found.because
+    tried = [x for x in Lines(resnet_length.result_of(2500)).rows if x["wanted"] == 100]
+    losses = {name: [x["best"]["test_loss"] for x in tried if x["method"] == name] for name in ("AID-KFAC", "AID-CG-3")}
+    assert len(tried) == 6 and min(losses["AID-CG-3"]) - max(losses["AID-KFAC"]) > 0.09
 
 
 def test_batches_of_a_pass_have_every_row_once() -> None:
