@@ -255,8 +255,8 @@ class Task:
                 if found is None:
                     alone = [self._gradient(point, "outer", self.queries.batch(q, q + 1)) for q in range(start, stop)]
                     found = trees.stacked(alone)
+                bar.update(stop - start)  # before the yield: the last one may be the end
                 yield found
-                bar.update(stop - start)
 
     def _batched_gradients(self, batched: LayerProducts, start: int, stop: int) -> Tree | None:
         """The gradients of these queries in one pass; ``None`` where they are not those of each alone."""
