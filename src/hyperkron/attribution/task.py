@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 from hyperkron import trees
 from hyperkron.attribution.checks import check_mean, check_processes, group_norms_checked, warn_of_reduced
 from hyperkron.attribution.data import COMPARED, ExampleRows, Parts, batch_shares, shares_of
+from hyperkron.attribution.example_losses import without_penalties
 from hyperkron.attribution.forward_products import ForwardProducts
 from hyperkron.attribution.inner_products import (
     CHUNK,
@@ -24,7 +25,6 @@ from hyperkron.attribution.inner_products import (
     LayerProducts,
     Products,
     UnsuitableError,
-    without_penalties,
 )
 from hyperkron.attribution.result import Attribution
 from hyperkron.attribution.store import Store
