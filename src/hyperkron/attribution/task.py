@@ -235,7 +235,7 @@ class Task:
         return vectors, stats
 
     @property
-    def _together(self) -> int:
+    def _queries_at_once(self) -> int:
         """How many queries are differentiated and solved for at once."""
         return max(1, min(TOGETHER, NUMBERS // sum(p.numel() for p in self.params.values()), len(self.queries)))
 
@@ -247,8 +247,8 @@ class Task:
         count = len(self.queries)
         batched, first = self._batched(point)
         with tqdm(total=count, disable=not progress, unit="query", dynamic_ncols=True) as bar:
-            for start in range(0, count, self._together):
-                stop = min(start + self._together, count)
+            for start in range(0, count, self._queries_at_once):
+                stop = min(start + self._queries_at_once, count)
                 found, first = first, None  # those of the first queries are known already
                 if found is None and batched is not None:
                     found = self._batched_gradients(batched, start, stop)
@@ -273,7 +273,7 @@ class Task:
         They are if the loss is a mean over queries that are all counted alike, which the first shows: its gradient
         among others is a share of the one it has alone.
         """
-        count = self._together
+        count = self._queries_at_once
         layers = _layers(point, "outer", alike=True) if count > 1 else None
         if layers is None or point.evaluate("outer", self.queries.batch(0, 1)).opaque:
             return None, None

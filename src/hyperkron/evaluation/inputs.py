@@ -1,4 +1,4 @@
-"""The tensors of batches and modules: their names, copies that autograd accepts, and which of them are to blame."""
+"""Copies of batches that autograd accepts, and which tensors of batches and modules an error comes from."""
 
 from __future__ import annotations
 
