@@ -23,6 +23,8 @@ from hyperkron.validation import check_nonnegative, check_one_of, check_positive
 
 Project = Callable[[Tensor], Tensor]
 """A projection of one parameter of λ onto its constraint set."""
+DECOUPLED = ("AdamW", "Adafactor", "Lion", "Muon")
+"""Parts of the names of optimizers whose weight decay is not added to the gradient."""
 
 
 @dataclass(frozen=True)
@@ -164,14 +166,21 @@ class LevelOptimizer:
 
     def warn_of_decay(self) -> None:
         """Say once that the optimizer decays θ by itself, which hypergradients, made of J_in, do not count."""
-        decay = max(float(group.get("weight_decay") or 0.0) for group in self.optimizer.param_groups)
-        if decay > 0:
-            warn_once(
-                "optimizer-decay",
-                f"inner_optimizer has weight_decay={decay:g}, which is not part of the inner loss, so hypergradients "
-                f"do not count it; add hyperkron.losses.l2(model, {decay / 2:g}) to the inner loss and set "
-                "weight_decay=0 (harmless where it is small beside the damping).",
+        groups, kind = self.optimizer.param_groups, type(self.optimizer).__name__
+        decay = max(float(group.get("weight_decay") or 0.0) for group in groups)
+        if decay == 0:
+            return
+        remedy = f"add hyperkron.losses.l2(model, {decay / 2:g}) to the inner loss and set weight_decay=0"
+        if any(name in kind for name in DECOUPLED) or any(group.get("decoupled_weight_decay") for group in groups):
+            remedy = (
+                "as it is decoupled from the gradients, no penalty trains alike: to have it counted, set "
+                "weight_decay=0, add hyperkron.losses.l2(model, ...) to the inner loss and tune its coefficient"
             )
+        warn_once(
+            "optimizer-decay",
+            f"inner_optimizer has weight_decay={decay:g}, which is not part of the inner loss, so hypergradients "
+            f"do not count it; {remedy} (harmless where it is small beside the damping).",
+        )
 
     @property
     def lr(self) -> float:

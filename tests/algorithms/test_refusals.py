@@ -53,6 +53,24 @@ def test_a_weight_decay_that_hypergradients_do_not_count_is_said(
 
 
 @pytest.mark.parametrize(
+    "made",
+    [
+        lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.02),
+        lambda p: torch.optim.NAdam(p, lr=0.1, weight_decay=0.02, decoupled_weight_decay=True),
+        lambda p: torch.optim.Adafactor(p, lr=0.1, weight_decay=0.02),
+    ],
+)
+def test_a_decoupled_weight_decay_is_not_equated_with_a_penalty(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """θ − ηwθ beside a step of Adam's is not the step for a loss with ½w‖θ‖² added."""
+    monkeypatch.setattr("hyperkron.solution._warned", set())
+    problem = Quadratic()
+    model, hyper = problem.modules()
+    with pytest.warns(hk.HyperkronWarning, match="weight_decay=0.02.*decoupled") as told:
+        hk.AID(hk.cg(3)).init(problem.problem(), model, hyper, inner=made(model.parameters()))
+    assert "l2(model, 0.01)" not in str(told[0].message)
+
+
+@pytest.mark.parametrize(
     "algorithm", [hk.algorithms.SABA(), hk.algorithms.SRBA(), hk.algorithms.VRBO()], ids=lambda a: type(a).__name__
 )
 def test_finite_sum_methods_ask_for_a_finite_sum(algorithm: Any) -> None:

@@ -52,3 +52,11 @@ def test_fewer_queries_are_solved_for_at_once_where_a_model_is_large(
     attributed(40, 16)
     assert max(sizes) == together
     assert sum(sizes) == 40
+
+
+def test_the_progress_of_few_queries_ends_with_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    """Their only part is the whole, after which no more is asked for."""
+    torch.manual_seed(0)
+    data = torch.randn(16, 3), torch.randint(0, 2, (16,))
+    hk.attribute(loss, nn.Linear(3, 2), data, (data[0][:5], data[1][:5]), progress=True)
+    assert "5/5" in capsys.readouterr().err

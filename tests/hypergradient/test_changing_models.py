@@ -86,3 +86,29 @@ def test_states_of_earlier_versions_know_parameters_by_name(name: str) -> None:
     batches = [(torch.randn(8, 4, dtype=torch.float64), y) for _, y in batches]
     found, wanted = (x.compute(problem, model, hyper, *batches) for x in (resumed, method))
     assert oracles.relative(oracles.flat(found.grads), oracles.flat(wanted.grads)) < 1e-12
+
+
+class Toggling(nn.Sequential):
+    """Counts its calls, and changes an attribute in each."""
+
+    calls = 0
+    odd = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls, self.odd = self.calls + 1, not self.odd
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("cross", ["auto", "reverse"])
+def test_an_attribute_that_every_call_changes_is_said(
+    cross: Any, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """The cross term would be decided in every call, with twice as many evaluations, without a word."""
+    monkeypatch.setattr("hyperkron.solution._warned", set())
+    torch.manual_seed(0)
+    model, hyper, method = Toggling(nn.Linear(3, 2)), hk.as_hyper(torch.zeros(6)), hk.kfac(cross=cross)
+    batch = torch.randn(6, 3), torch.arange(6) % 2
+    for _ in range(8):
+        method.compute(hk.BilevelProblem(inner, outer), model, hyper, batch, batch)
+    told = [str(one.message) for one in recwarn if "chosen again in every call" in str(one.message)]
+    assert len(told) == (cross == "auto")

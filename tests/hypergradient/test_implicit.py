@@ -397,3 +397,22 @@ def test_parameters_of_the_outer_loss_alone_do_not_disturb_the_solve(made: Any) 
     wanted = made().compute(problem, model, hyper, None, None)
     assert found.status is wanted.status
     assert oracles.relative(found.grads, wanted.grads) < 1e-6
+
+
+def test_parameters_of_weights_alone_are_not_left_out_of_a_gauss_newton_solve() -> None:
+    """The outputs do not depend on a network of weights, but ∂²_λθ J_in is not zero there: v = b / δ counts."""
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 3, dtype=torch.float64), torch.randint(2, (8,))
+    model, hyper = TwoHeads().double(), hk.as_hyper(torch.randn(8, dtype=torch.float64))
+
+    def inner(model: Any, hyper: Any, batch: Any) -> hk.losses.Loss:
+        weights = (model.outer(model.body(x))[:, 0] * hyper()).sigmoid()
+        return hk.losses.cross_entropy(model.inner(model.body(x).tanh()), y, weight=weights)
+
+    def outer(model: Any, hyper: Any, batch: Any) -> hk.losses.Loss:
+        return hk.losses.cross_entropy(model.outer(model.body(x + 0.3).tanh()), y)
+
+    problem = hk.BilevelProblem(inner, outer)
+    found = hk.cg(60, curvature=hk.curvature.GGN(0.1)).compute(problem, model, hyper, None, None)
+    (b,) = torch.autograd.grad(outer(model, hyper, None).value, [model.outer.weight])
+    torch.testing.assert_close(found.solution.value["outer.weight"], b / 0.1)

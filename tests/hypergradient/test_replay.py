@@ -189,6 +189,21 @@ def test_objectives_defined_anew_in_every_step_are_given_up(device: str) -> None
     assert Rerun.made == recordings.MAX_WASTED
 
 
+@pytest.mark.parametrize("graph", [True, "passes"])
+def test_batches_of_unknown_content_are_said(device: str, graph: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solution, "_warned", set())
+    problem = hk.BilevelProblem(lambda m, w, b: inner(m, w, b[0]), lambda m, w, b: outer(m, w, b[0]))
+    model, weights, method = network(device), hk.SampleWeights(40).to(device), made(graph=graph)
+
+    def steps() -> None:
+        for i in range(2):
+            method.compute(problem, model, weights, (batch(i, device), object()), (batch(50, device), object()))
+
+    with pytest.warns(hk.HyperkronWarning, match="has no effect.*may change unseen"):
+        steps()
+    assert Rerun.made == 0
+
+
 def test_a_loaded_state_is_continued(device: str) -> None:
     model, weights = network(device), hk.SampleWeights(40).to(device)
 

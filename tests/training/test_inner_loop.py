@@ -179,3 +179,13 @@ def test_what_cannot_be_recorded_with_a_graph_is_refused_by_name() -> None:
 def list_source(batches: list[tuple[Tensor, Tensor, Tensor]]) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
     """The batches in turn, without end."""
     return itertools.cycle(batches).__next__
+
+
+def test_batches_that_are_never_replayed_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch with an object of unknown content is like no other; steps would be eager without a word."""
+    monkeypatch.setattr("hyperkron.algorithms.inner_loop.available", lambda device: True)
+    monkeypatch.setattr("hyperkron.solution._warned", set())
+    problem, model, weights, batches = setting("cpu")
+    loop = hk.InnerLoop(problem, model, weights, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.warns(hk.HyperkronWarning, match="may change unseen.*they run eagerly"):
+        assert loop.step((*batches[0], object())).isfinite()

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from hyperkron.attribution.data import COMPARED, Parts
+from hyperkron.attribution.example_losses import without_penalties
 from hyperkron.attribution.forward_products import AGREEMENT, HALF_AGREEMENT, HALF_ROUNDING
-from hyperkron.attribution.inner_products import without_penalties
 from hyperkron.evaluation.differentiation import in_half_precision
 from hyperkron.evaluation.point import Level, Point
 from hyperkron.hypergradient import Implicit

@@ -13,12 +13,10 @@ from torch import Tensor
 from torch.autograd.forward_ad import dual_level, unpack_dual
 
 from hyperkron import trees
+from hyperkron.attribution.example_losses import weighted_rows, weights_move, without_penalties
 from hyperkron.attribution.inner_products import (
     Products,
     UnsuitableError,
-    weighted_rows,
-    weights_move,
-    without_penalties,
 )
 from hyperkron.batch_tensors import map_tensors
 from hyperkron.cross.ways import NoForwardModeError, along, forward_mode

@@ -9,11 +9,10 @@ r"""Inner products ⟨V_q, ∂_θ c_n⟩ of many examples n with some vectors V_
 
 from __future__ import annotations
 
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial, reduce
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -22,13 +21,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call, vjp, vmap
 
 from hyperkron import trees
+from hyperkron.attribution.example_losses import telling, without_penalties
 from hyperkron.curvature.kfac.coverage import Block, plan
 from hyperkron.curvature.kfac.kept import KeptGradients, LayerGradients
 from hyperkron.curvature.kfac.layers import cast_floating
 from hyperkron.evaluation.differentiation import gradient_tree
 from hyperkron.evaluation.point import Level, Point
 from hyperkron.kernels.split_products import full_precision
-from hyperkron.losses import Loss, Term
+from hyperkron.losses import Loss
 from hyperkron.solution import HyperkronError
 from hyperkron.trees import Tree
 
@@ -62,42 +62,6 @@ class Products(ABC):
 
         c_n is the share of example n in the loss of the batch, so that J = Σ_n c_n without penalties.
         """
-
-
-def without_penalties(loss: Loss, weights: Tensor | None = None) -> Tensor:
-    """Σ_n w_n c_n, the part of a loss that its examples make; w_n = 1 by default, and where it does not tell rows."""
-    if loss.opaque or not loss.terms:
-        return loss.value
-    moving = weights_move(loss)
-    rows = [weighted_rows(term, moving) for term in loss.terms]
-    if weights is not None:
-        rows = [each * spread(weights, each) for each in rows]
-    return torch.stack([each.sum() for each in rows]).sum()
-
-
-def weights_move(loss: Loss) -> bool:
-    """Whether weights of the loss carry a gradient to θ, as those of a focal loss do."""
-    return any(isinstance(x, Tensor) and x.requires_grad for term in loss.terms for x in term.factors)
-
-
-def weighted_rows(term: Term, moving: bool) -> Tensor:
-    """w_r c_r, with what moves w_r along θ if ``moving``."""
-    weights = reduce(operator.mul, term.factors) if moving and term.factors else term.coefficients
-    return weights * term.row_losses
-
-
-def telling(count: int, loss: Loss) -> Tensor:
-    """A weight for each example, few of them alike and exact in every precision; ones, if the loss tells no rows."""
-    lengths = [len(term.row_losses) for term in loss.terms]
-    if loss.opaque or not lengths or any(length % count for length in lengths):
-        return loss.value.new_ones(count)
-    return 1 + (torch.arange(count, device=loss.value.device) % 61).to(loss.value.dtype) / 64
-
-
-def spread(weights: Tensor, rows: Tensor) -> Tensor:
-    """The weights of examples, as those of their rows."""
-    each = weights.repeat_interleave(len(rows) // len(weights)).to(rows.dtype)
-    return each.reshape(-1, *[1] * (rows.dim() - 1))
 
 
 class LayerProducts(Products):

@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 from hyperkron import trees
 from hyperkron.attribution.checks import check_mean, check_processes, group_norms_checked, warn_of_reduced
 from hyperkron.attribution.data import COMPARED, ExampleRows, Parts, batch_shares, shares_of
+from hyperkron.attribution.example_losses import without_penalties
 from hyperkron.attribution.forward_products import ForwardProducts
 from hyperkron.attribution.inner_products import (
     CHUNK,
@@ -24,7 +25,6 @@ from hyperkron.attribution.inner_products import (
     LayerProducts,
     Products,
     UnsuitableError,
-    without_penalties,
 )
 from hyperkron.attribution.result import Attribution
 from hyperkron.attribution.store import Store
@@ -235,7 +235,7 @@ class Task:
         return vectors, stats
 
     @property
-    def _query_chunk(self) -> int:
+    def _queries_at_once(self) -> int:
         """How many queries are differentiated and solved for at once."""
         return max(1, min(TOGETHER, NUMBERS // sum(p.numel() for p in self.params.values()), len(self.queries)))
 
@@ -247,16 +247,16 @@ class Task:
         count = len(self.queries)
         batched, first = self._batched(point)
         with tqdm(total=count, disable=not progress, unit="query", dynamic_ncols=True) as bar:
-            for start in range(0, count, self._query_chunk):
-                stop = min(start + self._query_chunk, count)
+            for start in range(0, count, self._queries_at_once):
+                stop = min(start + self._queries_at_once, count)
                 found, first = first, None  # those of the first queries are known already
                 if found is None and batched is not None:
                     found = self._batched_gradients(batched, start, stop)
                 if found is None:
                     alone = [self._gradient(point, "outer", self.queries.batch(q, q + 1)) for q in range(start, stop)]
                     found = trees.stacked(alone)
+                bar.update(stop - start)  # before the yield: the last one may be the end
                 yield found
-                bar.update(stop - start)
 
     def _batched_gradients(self, batched: LayerProducts, start: int, stop: int) -> Tree | None:
         """The gradients of these queries in one pass; ``None`` where they are not those of each alone."""
@@ -273,7 +273,7 @@ class Task:
         They are if the loss is a mean over queries that are all counted alike, which the first shows: its gradient
         among others is a share of the one it has alone.
         """
-        count = self._query_chunk
+        count = self._queries_at_once
         layers = _layers(point, "outer", alike=True) if count > 1 else None
         if layers is None or point.evaluate("outer", self.queries.batch(0, 1)).opaque:
             return None, None

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hyperkron.cleaning.annotators import label_matrix, reliability
 from hyperkron.cleaning.choice import Noise
-from hyperkron.cleaning.config import CleanConfig
+from hyperkron.cleaning.config import OURS, CleanConfig
 from hyperkron.cleaning.data import Labelled, NewRows
 from hyperkron.cleaning.evidence import of_label
 from hyperkron.cleaning.folder import FORMAT
@@ -291,6 +291,25 @@ def per_class(parts: list[Labelled], suspect: Tensor, right: Tensor, test_right:
         for line, value in zip(found, count, strict=True):
             line[key] = value
     return found
+
+
+def candidate_seconds(name: str, seconds: dict[str, float], work: Work) -> float:
+    """Seconds of training and judging a candidate, in a run whose parts took ``seconds``."""
+    ours = seconds["cleaning"] + seconds["network"] if name == OURS else 0.0
+    stages = [f"judged-{name}", *([] if name == OURS else [f"network-{name}"])]
+    return round(ours + sum(work.stages.seconds.get(stage, 0.0) for stage in stages), 2)
+
+
+def run_seconds(seconds: dict[str, float], work: Work) -> dict[str, float]:
+    """Of the whole, of the method, and of one plain training if known, scaled by steps from that of a network."""
+    spent = {"total": sum(seconds.values()), **seconds}
+    spent["cleaning"] = seconds["cleaning"] + seconds["network"]
+    each = seconds["network"] / work.last.steps(len(work.given))
+    if work.trees and work.tree_model:  # then trees were tried in that time; the noisy expert is two networks
+        half = -(-len(work.noisy) // 2)
+        each = work.stages.seconds.get("noisy-expert", 0.0) / 2 / work.quick(half).steps(half)
+    spent |= {"plain": each * work.plan.steps(len(work.given))} if each else {}
+    return {name: round(value, 2) for name, value in spent.items()}
 
 
 def history(outcome: Outcome, work: Work) -> Tensor:

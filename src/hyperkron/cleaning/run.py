@@ -32,8 +32,10 @@ from hyperkron.cleaning.result import (
     CleanResult,
     Learnt,
     about_run,
+    candidate_seconds,
     history,
     per_class,
+    run_seconds,
     scores_summary,
 )
 from hyperkron.cleaning.sources import model_name
@@ -330,7 +332,7 @@ class CleaningRun:
             more["per_class"] = per_class(self.parts, suspect, won.right, mine)
         return {
             **about_run(self.parts, self.config, self.work.plan, self.device, self.command, self.messages),
-            "seconds": self._seconds(),
+            "seconds": run_seconds(self.seconds, self.work),
             "chosen": chosen,
             "learner": self._learner(chosen),
             **more,
@@ -385,7 +387,7 @@ class CleaningRun:
             "name": c.name,
             "description": DESCRIPTIONS[c.name],
             **{name: getattr(c, name) for name in ("accuracy", "low", "high", "rows")},
-            "seconds": self._spent_on(c.name),
+            "seconds": candidate_seconds(c.name, self.seconds, self.work),
             "chosen": c is won,
             "different": None if won is None or c is won else different(won, c, len(self.table) - 1),
             "test_accuracy": float(right[c.name].float().mean()) if c.name in right else None,
@@ -395,20 +397,3 @@ class CleaningRun:
     def _learner(self, name: str) -> str:
         """What kind of model a candidate that was made from all rows is."""
         return name_of(self.networks[name])
-
-    def _spent_on(self, name: str) -> float:
-        """Seconds of training and judging a candidate."""
-        ours = self.seconds["cleaning"] + self.seconds["network"] if name == OURS else 0.0
-        stages = [f"judged-{name}", *([] if name == OURS else [f"network-{name}"])]
-        return round(ours + sum(self.work.stages.seconds.get(stage, 0.0) for stage in stages), 2)
-
-    def _seconds(self) -> dict[str, float]:
-        """Of the whole, of the method, and of one plain training if known, scaled by steps from that of a network."""
-        work, spent = self.work, {"total": sum(self.seconds.values()), **self.seconds}
-        spent["cleaning"] = self.seconds["cleaning"] + self.seconds["network"]
-        each = self.seconds["network"] / work.last.steps(len(work.given))
-        if work.trees and work.tree_model:  # then trees were tried in that time; the noisy expert is two networks
-            half = -(-len(work.noisy) // 2)
-            each = work.stages.seconds.get("noisy-expert", 0.0) / 2 / work.quick(half).steps(half)
-        spent |= {"plain": each * work.plan.steps(len(work.given))} if each else {}
-        return {name: round(value, 2) for name, value in spent.items()}

@@ -99,9 +99,7 @@ class Cross:
                 return filled(point, found)
         inner = inner_key(point.problem, point.model, point.hyper)
         decided = state.decided(inner)
-        if state.inner not in (None, inner):
-            state.mode = ""  # the decision was for another loss
-        state.inner, state.calls = inner, state.calls + 1
+        state.see(inner)
         if decided:
             try:
                 return _by_pass(point, v, state.way)
@@ -122,6 +120,7 @@ class Cross:
     def _decide(self, point: Point, v: Tree, state: CrossState) -> Tree:
         if self.mode == "reverse" or state.mode == "reverse":  # exact, so there is nothing to check
             return state.settle(Way("reverse"), reverse(point, v))
+        state.warn_of_changes()
         radius = self._radii(point)[0]
         if float(trees.norm(v)) == 0:
             mode = state.mode or ("forward" if self.mode == "forward" else "difference")

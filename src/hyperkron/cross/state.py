@@ -12,10 +12,13 @@ from torch import Tensor, nn
 
 from hyperkron.kernels.graphs import switches
 from hyperkron.problem import BilevelProblem
+from hyperkron.solution import warn_once
 from hyperkron.trees import Tree
 
 RECHECK = 100
 """A way other than double backward is checked again after this many calls, because a model in training changes."""
+MAX_CHANGES = 5
+"""After another inner loss in this many calls in a row there is a warning."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +42,11 @@ class CrossState:
     error: float = 0.0
     calls: int = 0
     inner: Hashable = field(default=None, repr=False)  # which inner loss it was decided for; not saved
+    changes: int = field(default=0, repr=False)  # in how many calls in a row that was another one; not saved
 
     def state_dict(self) -> dict[str, Any]:
         """The decision as plain values."""
-        return {name: value for name, value in vars(self).items() if name != "inner"}
+        return {name: value for name, value in vars(self).items() if name not in ("inner", "changes")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with an earlier decision."""
@@ -51,6 +55,23 @@ class CrossState:
         self.weights = state.get("weights", "")
         if "weights" not in state and self.mode != "reverse":
             self.mode = ""  # of a version that did not look at the structure of the loss
+
+    def see(self, inner: Hashable) -> None:
+        """Begin a call with the inner loss of this :func:`inner_key`; a decision for another one is dropped."""
+        changed = self.inner not in (None, inner)
+        self.inner, self.calls, self.changes = inner, self.calls + 1, self.changes + 1 if changed else 0
+        if changed:
+            self.mode = ""
+
+    def warn_of_changes(self) -> None:
+        """Say once that the decision is made in every call."""
+        if self.changes >= MAX_CHANGES:
+            warn_once(
+                "cross-changes",
+                "the way to compute the cross term is chosen again in every call, which costs several passes, because "
+                "the inner loss, or a true or false attribute or a hook of model or hyper, changes every time (does "
+                "forward set an attribute?); keep these the same, or use cross='reverse'.",
+            )
 
     def decided(self, inner: Hashable) -> bool:
         """Whether the decision holds for a call with the inner loss of this :func:`inner_key`.

@@ -21,7 +21,7 @@ from hyperkron.curvature.base import (
     warn_opaque,
 )
 from hyperkron.curvature.matrix_free import MatrixFreeOperator
-from hyperkron.evaluation.differentiation import gradients_of
+from hyperkron.evaluation.differentiation import gradients_of, graph_nodes
 from hyperkron.evaluation.point import Point, independent
 from hyperkron.losses import Loss
 from hyperkron.problem import rows, shares
@@ -61,8 +61,9 @@ class GGNOperator(MatrixFreeOperator):
         return outputs, seeds, {name: g for name, g in pulled if g is not None and g.requires_grad}
 
     def unreached(self) -> list[str]:
-        _, _, pulled = self._graph  # what is opaque may depend on the others, too
-        return [] if self.loss.opaque else [name for name in self.params if name not in pulled and name not in self._l2]
+        # Not by the outputs: opaque parts, penalties, weights and targets may depend on further parameters.
+        leaves = {id(getattr(node, "variable", None)) for node in graph_nodes([self.loss.value])}
+        return [name for name, p in self.params.items() if id(p) not in leaves]
 
     def _product(self, v: Tree) -> tuple[Tensor | None, ...]:
         outputs, seeds, pulled = self._graph

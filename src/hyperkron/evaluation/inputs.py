@@ -1,4 +1,4 @@
-"""The tensors of batches and modules: their names, copies that autograd accepts, and which of them are to blame."""
+"""Copies of batches that autograd accepts, and which tensors of batches and modules an error comes from."""
 
 from __future__ import annotations
 
@@ -53,3 +53,20 @@ def culprits(tensors: Iterable[tuple[str, Tensor]]) -> str:
     usual = "remove or repair them" if bad else "scale them down"
     remedy = next((REMEDIES[kind] for kind, _ in found if kind in REMEDIES), usual)
     return "; ".join([*(what for _, what in found[:3]), remedy])
+
+
+def misplaced(
+    error: RuntimeError, tensors: Iterable[tuple[str, Tensor]], device: torch.device, dtype: torch.dtype
+) -> str:
+    """The first of the named tensors that differs from the model in device or dtype, if ``error`` is about that."""
+    if isinstance(error, torch.OutOfMemoryError) or not ("device" in str(error) or "type" in str(error)):
+        return ""
+    named = list(tensors)
+    for name, x in named:
+        if x.device != device:
+            return f"{name} is on {x.device} but the model is on {device}; use .to({str(device)!r})."
+    named.sort(key=lambda pair: pair[0].startswith(("model ", "hyper ")))  # batches first, because λ may be wider
+    for name, x in named:
+        if x.is_floating_point() and x.dtype != dtype:
+            return f"{name} is {x.dtype} but the model is {dtype}; use .to({dtype})."
+    return ""

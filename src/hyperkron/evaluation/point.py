@@ -20,7 +20,7 @@ from torch.func import functional_call
 
 from hyperkron.batch_tensors import tensors_of
 from hyperkron.evaluation import sharded
-from hyperkron.evaluation.inputs import culprits, differentiable_batch
+from hyperkron.evaluation.inputs import culprits, differentiable_batch, misplaced
 from hyperkron.evaluation.passes import Pass, Passes
 from hyperkron.evaluation.snapshot import Snapshot, reseed
 from hyperkron.kernels.checkpoints import differentiable_checkpoints
@@ -169,8 +169,8 @@ class Point:
                 raise
             return self.evaluate(level, batch, params, stream=stream, differentiable=differentiable, where=where)
         except RuntimeError as error:
-            if misplaced := self._misplaced(error, given, batch):
-                raise HyperkronError(f"{called}{place} failed: {misplaced}") from error
+            if what := misplaced(error, self._tensors(given, batch), self.device, self.dtype):
+                raise HyperkronError(f"{called}{place} failed: {what}") from error
             if "nference tensor" in str(error):
                 raise HyperkronError(
                     f"{called}{place} uses a tensor made in torch.inference_mode(), which has no gradients; make it "
@@ -307,21 +307,6 @@ class Point:
     def culprits(self, given: str = "", batch: Any = None) -> str:
         """Describes tensors that are empty, not finite or extreme, with a remedy; an empty string if there are none."""
         return culprits(self._tensors(given, batch))
-
-    def _misplaced(self, error: RuntimeError, given: str, batch: Any) -> str:
-        """The first tensor that differs from the model in device or dtype, if ``error`` is about that."""
-        if isinstance(error, torch.OutOfMemoryError) or not ("device" in str(error) or "type" in str(error)):
-            return ""
-        tensors = list(self._tensors(given, batch))
-        for name, x in tensors:
-            if x.device != self.device:
-                place = str(self.device)
-                return f"{name} is on {x.device} but the model is on {place}; use .to({place!r})."
-        batches_first = sorted(tensors, key=lambda pair: pair[0].startswith(("model ", "hyper ")))  # λ may be wider
-        for name, x in batches_first:
-            if x.is_floating_point() and x.dtype != self.dtype:
-                return f"{name} is {x.dtype} but the model is {self.dtype}; use .to({self.dtype})."
-        return ""
 
 
 def _size(batch: Any) -> int:

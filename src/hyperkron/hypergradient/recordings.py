@@ -105,7 +105,8 @@ class Recordings(ABC):
     def _refuse_waste(self, made: int) -> None:
         """Give up if most of the ``made`` recordings were replayed only once."""
         if made > MAX_WASTED and self._served < 2 * made:
-            self._give_up("the objectives, or the memory of model and hyper, change in every step")
+            changing = "memory, true or false attributes or hooks of model and hyper"
+            self._give_up(f"the objectives, or {changing}, change in every step")
 
     def _hold(self, key: object, fit: Callable[[], bool]) -> bool:
         """Whether existing recordings can be used for a step; drops those that no longer can."""

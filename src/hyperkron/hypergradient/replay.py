@@ -125,12 +125,13 @@ class Replays(Recordings):
         self._refuse_waste(self._made)
         if self._given_up:
             return None
-        static, generators = StaticBatch(wanted.batches), wanted.generators
-        *batches, start = static.value
+        generators = wanted.generators
         states = [(state, copy.copy(state)) for state in (wanted.curvature, wanted.cross)]
         copies = GeneratorCopies(next(wanted.model.parameters()).device)
         drawn = [(generator, generator.get_state()) for generator in generators]
         try:
+            static = StaticBatch(wanted.batches)
+            *batches, start = static.value
             with copies.active(), wanted.recording_point(batches, copies) as point:  # warm-up: libraries choose kernels
                 wanted.work(point, start)
             for generator, before in drawn:

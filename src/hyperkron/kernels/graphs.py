@@ -26,12 +26,17 @@ def available(device: torch.device) -> bool:
 class StaticBatch:
     """A batch at a fixed address, into which other batches of its shape are copied.
 
-    With ``copy=False`` it uses the memory of the given tensors.
+    With ``copy=False`` it uses the memory of the given tensors. Refuses a batch into which none could be copied.
     """
 
     def __init__(self, batch: Any, copy: bool = True) -> None:
         self.value = map_tensors(lambda x: x.detach().clone(), batch) if copy else batch
         self._shapes = shapes_of(batch)
+        if not self.fits(batch):
+            raise RuntimeError(
+                "a batch holds an object that may change unseen; use tensors, numbers, strings, and dictionaries, "
+                "tuples, lists or dataclasses of these"
+            )
 
     def fits(self, batch: Any) -> bool:
         """Whether ``batch`` has the structure, shapes and dtypes of this one, and equal values outside tensors."""

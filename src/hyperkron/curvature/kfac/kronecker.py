@@ -64,7 +64,7 @@ class Kronecker(Curvature):
         if not isinstance(self.keep_previous, bool):
             raise HyperkronError(
                 f"keep_previous={self.keep_previous!r} must be True or False; False saves the memory of the previous "
-                "inverses while new ones are plan."
+                "inverses while new ones are made."
             )
         object.__setattr__(self, "layers", checked_layers(self.layers))
 

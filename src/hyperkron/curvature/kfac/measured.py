@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
-from hyperkron.curvature.kfac.factors import Factor, stored
+from hyperkron.curvature.kfac.factors import Factor, scaled, stored
 from hyperkron.curvature.kfac.kept import KeptGradients
 
 
@@ -36,6 +37,20 @@ class Measured:
         sides = (self.a, self.b, *self.wide)
         found = [*(stored(factor) for side in sides for factor in side.values()), *self.diagonal.values()]
         return list({id(x): x for x in found}.values())
+
+    def divide_by_rows(self) -> None:
+        """Turn sums of a aᵀ into means; a sum that several blocks share is divided once."""
+        sums: dict[int, tuple[Tensor, float]] = {}
+        rescaled: dict[int, Factor] = {}
+        for name, total in self.a.items():
+            share = 1.0 / self.rows[name]
+            if isinstance(total, Tensor) and not isinstance(share, Tensor):
+                sums[id(total)] = (total, share)
+            elif id(total) not in rescaled:
+                rescaled[id(total)] = scaled(total, share)
+        if sums:
+            torch._foreach_mul_([x for x, _ in sums.values()], [share for _, share in sums.values()])
+        self.a = {name: rescaled.get(id(total), total) for name, total in self.a.items()}
 
     def release(self) -> None:
         """Free the factors; everything else stays."""

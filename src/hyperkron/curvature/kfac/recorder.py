@@ -21,7 +21,7 @@ from hyperkron import trees
 from hyperkron.curvature.kfac.coverage import Block, Plan
 from hyperkron.curvature.kfac.deliveries import Deliveries
 from hyperkron.curvature.kfac.diagonals import Diagonals
-from hyperkron.curvature.kfac.factors import Factor, add_to, scaled, stored
+from hyperkron.curvature.kfac.factors import Factor, add_to, stored
 from hyperkron.curvature.kfac.grams import WIDE_OUTPUT, corrected, masked_gram, pooled, summed
 from hyperkron.curvature.kfac.input_grams import InputGrams
 from hyperkron.curvature.kfac.kept import LayerGradients
@@ -286,19 +286,10 @@ class Recorder:
         if self.deliveries is not None:
             self._finish_sums(self.deliveries)
             return
-        sums: dict[int, tuple[Tensor, float]] = {}  # a sum shared by several blocks is divided once
-        rescaled: dict[int, Factor] = {}
-        for name, total in found.a.items():
-            share = 1.0 / found.rows[name]
-            if isinstance(total, Tensor) and not isinstance(share, Tensor):
-                sums[id(total)] = (total, share)
-            elif id(total) not in rescaled:
-                rescaled[id(total)] = scaled(total, share)
-        if sums:
-            torch._foreach_mul_([x for x, _ in sums.values()], [share for _, share in sums.values()])
+        found.divide_by_rows()
         if self.basis is None:
             found.reached = tuple(name for name in self.plan.blocks if name in found.a and name in found.b)
-            found.a = {name: rescaled.get(id(found.a[name]), found.a[name]) for name in found.reached}
+            found.a = {name: found.a[name] for name in found.reached}
 
     def _finish_sums(self, deliveries: Deliveries) -> None:
         """Send the remaining blocks to their owners; sums of a aᵀ become means when the rows of all ranks are known."""
