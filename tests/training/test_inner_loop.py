@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -189,3 +193,44 @@ def test_batches_that_are_never_replayed_are_said(monkeypatch: pytest.MonkeyPatc
     loop = hk.InnerLoop(problem, model, weights, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.warns(hk.HyperkronWarning, match="may change unseen.*they run eagerly"):
         assert loop.step((*batches[0], object())).isfinite()
+
+
+def test_a_model_that_is_switched_is_not_replayed_as_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recording is in training mode here, whatever the model is in when it is replayed, as a CUDA graph would be."""
+    problem, model, weights, batches = setting("cpu")
+    expected, replays = copy.deepcopy(model), list[bool]()
+
+    def recording(function: Callable[[], Tensor]) -> Any:
+        function()
+        kept = [p.grad for p in model.parameters()]
+
+        def replay() -> Tensor:
+            replays.append(model.training)
+            mode = model.training
+            model.train()
+            found = function()
+            model.train(mode)
+            for old, p in zip(kept, model.parameters(), strict=True):
+                assert old is not None and p.grad is not None
+                old.copy_(p.grad)
+            return found
+
+        return SimpleNamespace(replay=replay, pool=None)
+
+    side = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr("hyperkron.algorithms.inner_loop.available", lambda device: True)
+    monkeypatch.setattr("hyperkron.algorithms.inner_loop.Recording", recording)
+    monkeypatch.setattr("hyperkron.algorithms.inner_loop.UNCHANGED_STEPS", 1000)  # the optimizer's are not recorded
+    for name in ("Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: side)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: None)
+    loop = hk.InnerLoop(problem, model, weights, torch.optim.SGD(model.parameters(), lr=0.1))
+    own = hk.InnerLoop(problem, expected, weights, torch.optim.SGD(expected.parameters(), lr=0.1), graph=False)
+    for batch, training in zip(batches * 2, (True, True, False, False, True, True), strict=True):
+        for each in (model, expected):
+            each.train(training)
+        torch.testing.assert_close(loop.step(batch), own.step(batch))
+    assert replays == [True] * 4
+    torch.testing.assert_close(model.state_dict(), expected.state_dict())

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from hyperkron.kernels.checkpoints import differentiable_checkpoints
-from hyperkron.kernels.graphs import Recording, StaticBatch, available
+from hyperkron.kernels.graphs import Recording, StaticBatch, available, switches
 from hyperkron.kernels.selection import LayoutError, evaluate
 from hyperkron.losses import as_loss
 from hyperkron.optimizers import LevelOptimizer, Rate, Updates
@@ -38,7 +38,8 @@ class InnerLoop:
         optimizer: of θ, alone or in :class:`hyperkron.algorithms.Updates` with a scheduler, clipping and autocast.
         graph: replay the forward and backward pass as a CUDA graph. This needs an objective that never waits for the
             device; if it cannot be recorded, it runs eagerly, with a warning. Batches of other shapes than the first
-            run eagerly. In TF32 and half precision convolutions run in channels-last layout, which changes rounding.
+            run eagerly, and so does a model that is switched, by ``eval()``, a flag or a hook. In TF32 and half
+            precision convolutions run in channels-last layout, which changes rounding.
             The optimizer's step is replayed too, if it is SGD or was made with ``capturable=True`` and its step size
             is a tensor or stays the same. Without a GPU it has no effect.
         autocast: run the objective in this dtype (``torch.bfloat16``) where torch considers it safe; θ stays float32.
@@ -126,7 +127,7 @@ class InnerLoop:
         return loss
 
     def _replay(self, batch: Any) -> tuple[Tensor, RecordedStep | None]:
-        """J_in and the optimizer step that follows: replayed if the batch has the recorded shape, else eager."""
+        """J_in and the optimizer step that follows: replayed if batch and model are as recorded, else eager."""
         if self._recorded is None:
             try:
                 self._recorded = _Recorded(self, batch)
@@ -137,7 +138,7 @@ class InnerLoop:
                 warn_once(f"inner-graph {error!s:.60}", text)
                 self._wants_graph = False
                 return self._pass(batch), None
-        if not self._recorded.batch.fits(batch):
+        if not self._recorded.fits(batch):
             return self._pass(batch), None
         return self._recorded.replay(batch), self._recorded.step
 
@@ -180,6 +181,8 @@ class _Recorded:
 
     def __init__(self, loop: InnerLoop, batch: Any) -> None:
         self.batch = StaticBatch(batch)
+        self.parts = [part for module in (loop.model, loop.hyper) if module is not None for part in module.modules()]
+        self.switches = switches(self.parts)
         buffers = list(loop.model.buffers())
         saved, random = [b.clone() for b in buffers], torch.cuda.get_rng_state(loop.device)
         try:
@@ -199,6 +202,10 @@ class _Recorded:
             torch.cuda.set_rng_state(random, loop.device)
         self.gradients = [(p, p.grad) for p in loop.params]
         self.step = RecordedStep(loop.optimizer.optimizer, self.recording.pool) if loop.optimizer.clip is None else None
+
+    def fits(self, batch: Any) -> bool:
+        """Whether ``batch`` has the recorded shapes, and the model still computes the recorded function."""
+        return self.batch.fits(batch) and switches(self.parts) == self.switches
 
     def replay(self, batch: Any) -> Tensor:
         """Replay the pass on ``batch``; returns J_in and sets the gradients of θ."""
