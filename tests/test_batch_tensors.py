@@ -69,7 +69,7 @@ def test_values_beside_tensors_are_compared(other: Any) -> None:
 
 @pytest.mark.parametrize("unknown", [SimpleNamespace(x=torch.zeros(2)), np.zeros(2), object()])
 def test_what_holds_unknown_things_is_not_replayed(unknown: Any) -> None:
-    """A recording would go on with the tensors that it held at first."""
+    """A recording would keep reading the tensors that it held at first."""
     assert not StaticBatch((torch.zeros(2), None)).fits((torch.zeros(2), unknown))
     with pytest.raises(RuntimeError, match="may change unseen"):
         StaticBatch((torch.zeros(2), unknown))

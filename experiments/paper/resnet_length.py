@@ -146,7 +146,7 @@ LENGTH = Plan()
 
 
 def plan_of(batch: int) -> Plan:
-    """The plan with batches of so many rows: every weight has as many updates.
+    """The plan with batches of ``batch`` rows: every weight has as many updates as in the plan with 500.
 
     Example:
         >>> plan_of(BATCH).steps, plan_of(LARGE).steps

@@ -27,12 +27,12 @@ def attributed(queries: int, rows: int, method: hk.Implicit | None = None) -> fl
 
 @pytest.mark.parametrize("method", [None, hk.identity()], ids=["default", "identity"])
 def test_vectors_are_held_once(monkeypatch: pytest.MonkeyPatch, method: hk.Implicit | None) -> None:
-    monkeypatch.setattr(task, "TOGETHER", 8)
+    monkeypatch.setattr(task, "MAX_QUERIES", 8)
     assert 200 < attributed(200, 16, method) < 300
 
 
 def test_gradients_of_one_piece_are_held_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(task, "TOGETHER", 8)
+    monkeypatch.setattr(task, "MAX_QUERIES", 8)
     monkeypatch.setitem(inner_products.PIECE, "cpu", 100 * NUMBERS)
     assert 201 < attributed(101, 300, hk.identity()) < 250
 
@@ -48,7 +48,7 @@ def test_fewer_queries_are_solved_for_at_once_where_a_model_is_large(
         return solve(solver, operator, b, **options)
 
     monkeypatch.setattr(Direct, "solve_stacked", noted)
-    monkeypatch.setattr(task, "NUMBERS", numbers)
+    monkeypatch.setattr(task, "MAX_NUMBERS", numbers)
     attributed(40, 16)
     assert max(sizes) == together
     assert sum(sizes) == 40

@@ -120,7 +120,7 @@ def test_gradients_of_many_queries_at_once_are_those_of_each(monkeypatch, togeth
     model, train, queries = made("cnn")
     method = hk.ekfac(1e-2, fisher="type-2")
     wanted = hk.attribute(loss, model, train, queries, method=method).scores
-    monkeypatch.setattr(sys.modules["hyperkron.attribution.task"], "TOGETHER", together)
+    monkeypatch.setattr(sys.modules["hyperkron.attribution.task"], "MAX_QUERIES", together)
     for query_loss in (
         lambda m, b: hk.losses.cross_entropy(m(b[0]), b[1]) * float(len(b[1])),  # a sum over queries
         lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1]),  # no rows are known

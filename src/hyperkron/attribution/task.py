@@ -43,8 +43,8 @@ Way = Literal["auto", "layers", "forward"]
 LossOf = Callable[[nn.Module, Any], Loss | Tensor]
 """J of a batch: a mean over its examples."""
 
-TOGETHER, NUMBERS = 32, 2**25
-"""Right-hand sides that are solved for at once: at most this many, and this many numbers."""
+MAX_QUERIES, MAX_NUMBERS = 32, 2**25
+"""Queries that are solved for at once: at most this many, with at most this many numbers in their gradients."""
 LIKENESS = 0.1
 """By how much the gradient of a query among others may differ from the one it has alone, in half precision."""
 
@@ -237,7 +237,7 @@ class Task:
     @property
     def _queries_at_once(self) -> int:
         """How many queries are differentiated and solved for at once."""
-        return max(1, min(TOGETHER, NUMBERS // sum(p.numel() for p in self.params.values()), len(self.queries)))
+        return max(1, min(MAX_QUERIES, MAX_NUMBERS // sum(p.numel() for p in self.params.values()), len(self.queries)))
 
     def query_gradients(self, point: Point, aggregate: bool = False, progress: bool = False) -> Iterator[Tree]:
         """∂_θ f_q of every query, or of their mean, several stacked at a time."""
