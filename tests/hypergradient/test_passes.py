@@ -247,7 +247,7 @@ def test_under_autocast_they_keep_no_casts_of_weights(
         found.append([r.grads["logits"] for r in answers])
         assert all(r.stats["cross"] == "adjoint" for r in answers)
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
-    assert casts["torch.bfloat16"] > 6
+    assert casts["torch.bfloat16"] >= 6  # on a GPU only while passes are recorded
 
 
 def test_dropout_masks_are_those_of_ordinary_steps(device: str) -> None:
