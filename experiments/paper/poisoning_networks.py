@@ -11,6 +11,7 @@ of table 5, and where all are recorded the verdict of table 5 takes their mean.
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,8 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from experiments import records
 from experiments.paper import poisoning
@@ -69,14 +72,15 @@ class Runner:
         if method == "clean":
             return None
         split, place = self.source.split(self.model, seed), self.folder / f"{self.model}-{method}-{seed}"
-        kept = place.with_name(f"{place.name}.pt")
+        kept = place.with_name(f"{place.name}.safetensors")
         if kept.exists():
-            x, facts = torch.load(kept, map_location=split.device, weights_only=True)
-            return Poison((x, split.origin[1]), facts)
+            with safe_open(kept, "pt") as file:
+                x, facts = file.get_tensor("x"), json.loads(file.metadata()["facts"])
+            return Poison((x.to(split.device), split.origin[1]), facts)
         setting = self.tuned.get(method, {"inner": 0.1, "outer": 1e-5, "damping": 1e-3})
         case, starts = self.source.case(self.model), self.source.starts(self.model)
         made = attacks.bilevel(case, split, starts, method, setting, seed, relative=True, folder=place)
-        torch.save((made.rows[0], made.facts), kept)
+        save_file({"x": made.rows[0].contiguous()}, kept, {"facts": json.dumps(made.facts)})
         shutil.rmtree(place, ignore_errors=True)
         return made
 
