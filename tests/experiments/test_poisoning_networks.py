@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from safetensors import safe_open
 
 from experiments import records
 from experiments.paper import poisoning, poisoning_attacks, poisoning_networks, poisoning_page, poisoning_problem
@@ -39,7 +40,8 @@ def test_several_networks_judge_one_attack(
     first = poisoning_attacks.judged(case, split, None, 1, test=True)
     assert {key: found["clean", 0][key] for key in first} == first
     [kept] = rows.glob("LR-TGDA-CG-1*")  # and no checkpoint of the attack
-    x, facts = torch.load(kept, weights_only=True)
+    with safe_open(kept, "pt") as file:
+        x, facts = file.get_tensor("x"), json.loads(file.metadata()["facts"])
     made = poisoning_attacks.Poison((x, split.origin[1]), facts)
     assert found["TGDA-CG", 0]["moved"] == facts["moved"] > 0 and "moved" not in found["TGDA-CG", 1]
     for network in (0, 1):
