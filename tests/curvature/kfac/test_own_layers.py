@@ -19,6 +19,7 @@ from hyperkron.curvature.kfac.capture import measure
 from hyperkron.curvature.kfac.coverage import plan
 from hyperkron.curvature.kfac.factors import dense
 from hyperkron.curvature.kfac.layers import cast_floating
+from hyperkron.curvature.kfac.measured import Measurement
 
 
 @pytest.mark.parametrize("module", [Quadratics, nn.Linear])
@@ -106,7 +107,7 @@ def test_tokens_without_a_loss_are_left_out_of_a_layer_of_ones_own(sharing: Any)
     with case.point() as point:
         made = plan(case.model, "diagonal", [lambda module: layer])
         generator = torch.Generator().manual_seed(0)
-        found = measure(point, made, fisher="type-2", samples=1, sharing=sharing, generator=generator)
+        found = measure(point, made, Measurement("type-2", 1, sharing, generator))
     rows = torch.cat((x, x * x, torch.ones_like(x[..., :1])), -1)
     means = [row[kept].mean(0) for row, kept in zip(rows, seen, strict=True)]
     counted = torch.stack(means) if sharing == "reduce" else rows[seen]

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from hyperkron.curvature.kfac.owners import Owners
-
-Sums = Callable[[], list[Tensor] | None]
 
 
 class Deliveries:
@@ -24,7 +21,7 @@ class Deliveries:
     def __init__(self, owners: Owners) -> None:
         self.owners, self.sent, self.shares_sums = owners, set[str](), True
         self._sums: dict[tuple[int, int], tuple[Tensor, Tensor | None]] = {}  # A and its sum, by id and owner
-        self._coming: Callable[[], None] | None = None
+        self._coming: tuple[Callable[[], list[Tensor] | None], Callable[[list[Tensor]], None]] | None = None
 
     def send_factors(self, name: str, sides: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> None:
         """Remove A and B of a block from pairs of dictionaries and send them; the owner's dictionaries get the sums."""
@@ -36,35 +33,27 @@ class Deliveries:
         if not known:
             self._sums = {key: (a, None) for key, a in zip(keys, inputs, strict=True)}
         sums = self.owners.sums(name, gradients if known else (*gradients, *inputs))
-        self._coming = partial(self._put_factors, name, sides, keys, sums)
 
-    def _put_factors(self, name: str, sides: Any, keys: list[tuple[int, int]], sums: Sums) -> None:
-        found = sums()
-        if found is None:
-            return
-        for key, total in zip(keys, found[len(keys) :], strict=False):  # none if the owner already had A
-            self._sums[key] = (self._sums[key][0], total)
-        for (a, b), key, total in zip(sides, keys, found, strict=False):
-            a[name], b[name] = self._sums[key][1], total
+        def put(found: list[Tensor]) -> None:
+            for key, total in zip(keys, found[len(keys) :], strict=False):  # none if the owner already had A
+                self._sums[key] = (self._sums[key][0], total)
+            for (a, b), key, total in zip(sides, keys, found, strict=False):
+                a[name], b[name] = self._sums[key][1], total
+
+        self._coming = sums, put
 
     def send_spectrum(self, name: str, spectra: dict[str, Tensor]) -> None:
         """The same for EKFAC's S."""
         self._receive()
         self.sent.add(name)
         sums = self.owners.sums(name, [spectra.pop(name)], symmetric=False)
-        self._coming = partial(self._put_spectrum, name, spectra, sums)
-
-    @staticmethod
-    def _put_spectrum(name: str, spectra: dict[str, Tensor], sums: Sums) -> None:
-        found = sums()
-        if found is not None:
-            spectra[name] = found[0]
+        self._coming = sums, lambda found: spectra.update({name: found[0]})
 
     def _receive(self) -> None:
-        """Wait for the block that is being sent."""
+        """Wait for the block that is being sent; its owner stores the sums."""
         coming, self._coming = self._coming, None
-        if coming is not None:
-            coming()
+        if coming is not None and (found := coming[0]()) is not None:
+            coming[1](found)
 
     def finish(self) -> None:
         """Wait for the last block, and forget the sums that layers share."""
