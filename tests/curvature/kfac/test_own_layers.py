@@ -14,7 +14,7 @@ import cases
 import hyperkron as hk
 import oracles
 from extensions import DELTA, Quadratics, QuadraticsLayer, quadratics
-from hyperkron.curvature.kfac import input_grams
+from hyperkron.curvature.kfac import grams
 from hyperkron.curvature.kfac.capture import measure
 from hyperkron.curvature.kfac.coverage import plan
 from hyperkron.curvature.kfac.factors import dense
@@ -27,7 +27,7 @@ def test_rows_that_are_not_linear_in_the_input_are_made_of_it_unscaled(
     module: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In TF32 an input is scaled into half precision before its rows are made, where these scale with it."""
-    monkeypatch.setattr(input_grams, "narrowed", lambda x, rows, d: (x / 4, x.new_tensor(4.0)))
+    monkeypatch.setattr(grams, "narrowed", lambda x, rows, d: (x / 4, x.new_tensor(4.0)))
     torch.manual_seed(0)
     case = cases.make(module(3, 2), (3,), count=30)
     method = hk.Implicit(

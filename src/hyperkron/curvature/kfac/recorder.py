@@ -19,14 +19,13 @@ from torch import Tensor, nn
 
 from hyperkron import trees
 from hyperkron.curvature.kfac.coverage import Block, Plan
-from hyperkron.curvature.kfac.deliveries import Deliveries
 from hyperkron.curvature.kfac.diagonals import Diagonals
 from hyperkron.curvature.kfac.factors import Factor, add_to, stored
-from hyperkron.curvature.kfac.grams import WIDE_OUTPUT, corrected, masked_gram, pooled, summed
-from hyperkron.curvature.kfac.input_grams import InputGrams
+from hyperkron.curvature.kfac.grams import WIDE_OUTPUT, InputGrams, corrected, masked_gram, pooled, summed
 from hyperkron.curvature.kfac.kept import LayerGradients
 from hyperkron.curvature.kfac.layers import WeightSharing
 from hyperkron.curvature.kfac.measured import Measured, Measurement
+from hyperkron.curvature.kfac.owners import Deliveries
 from hyperkron.curvature.kfac.taps import Tap, no_grad_no_autocast, with_last
 from hyperkron.losses import BatchPlace, Loss
 from hyperkron.solution import HyperkronError
