@@ -71,6 +71,13 @@ def in_words(path: Path, needed: int | None = None, then: str = "") -> Iterator[
     """An OSError of the block, which writes a file of ``needed`` bytes, becomes an error with the file and a remedy.
 
     ``then`` tells what to do after freeing space, if that is more than trying again.
+
+    Example:
+        >>> with in_words(Path("no/such/file")):
+        ...     raise OSError(errno.EACCES, "Permission denied")
+        Traceback (most recent call last):
+        hyperkron.solution.HyperkronError: 'no/such/file' cannot be written (Permission denied); choose another place,
+            or make it writable.
     """
     try:
         yield
