@@ -29,7 +29,7 @@ from workloads import INNER_STEPS, Workload, _batches
 import hyperkron as hk
 from hyperkron import cross, trees
 from hyperkron.cleaning.models import resnet18
-from hyperkron.curvature.kfac import diagonals, factors, grams, input_grams, inverse, kronecker, layers, recorder
+from hyperkron.curvature.kfac import diagonals, factors, grams, inverse, kronecker, layers, recorder
 from hyperkron.evaluation import point, snapshot
 from hyperkron.hypergradient import implicit, passes
 from hyperkron.kernels import linalg, split_products
@@ -51,7 +51,7 @@ STAGES: dict[str, list[Place]] = {
     "outer gradient": [(implicit, "outer_gradients")],
     "passes of the factors": [(kronecker, "measure")],
     "Gram matrices": [
-        (input_grams.InputGrams, "gram"),
+        (grams.InputGrams, "gram"),
         (recorder.Recorder, "_on_gradient"),
         (recorder.Recorder, "_finish"),
     ],
@@ -203,7 +203,7 @@ def few_examples(work: Workload) -> Iterator[None]:
     plain, left_out = factors.few_rows, len(work.outer_batch[1]) // TIMED
     *inner, outer = [(x[:TIMED], y[:TIMED], index[:TIMED]) for x, y, index in (*work.batches, work.outer_batch)]
     with ExitStack() as patches:
-        for module in (input_grams, factors, grams):
+        for module in (factors, grams):
             patches.enter_context(patch.object(module, "few_rows", lambda rows, d: plain(rows * left_out, d)))
         patches.enter_context(patch.object(work, "batches", inner))
         patches.enter_context(patch.object(work, "outer_batch", outer))

@@ -15,7 +15,7 @@ import hyperkron as hk
 import oracles
 from hyperkron.curvature.kfac.capture import measure
 from hyperkron.curvature.kfac.coverage import plan
-from hyperkron.curvature.kfac.measured import Measured
+from hyperkron.curvature.kfac.measured import Measured, Measurement
 from hyperkron.evaluation.point import Point
 
 DOUBLE = torch.float64
@@ -150,14 +150,8 @@ class Case:
     def measured(self, fisher: str = "type-2", sharing: str = "expand", samples: int = 1, seed: int = 0) -> Measured:
         generator = torch.Generator().manual_seed(seed)
         with self.point() as point:
-            return measure(
-                point,
-                plan(self.model, "diagonal"),
-                fisher=fisher,  # type: ignore[arg-type]
-                samples=samples,
-                sharing=sharing,  # type: ignore[arg-type]
-                generator=generator,
-            )
+            how = Measurement(fisher, samples, sharing, generator)  # type: ignore[arg-type]
+            return measure(point, plan(self.model, "diagonal"), how)
 
     def slow_factors(
         self, fisher: str = "type-2", sharing: str = "expand", samples: int = 1, seed: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -57,9 +58,9 @@ def drawn_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same vectors for a part whenever they are drawn, so that the spectra can be compared."""
     vectors = capture._vectors
 
-    def alike(part: Any, size: int, fisher: Any, samples: int, _: Any, checked: bool) -> Any:
+    def alike(part: Any, size: int, how: Any) -> Any:
         seed = int(part.value.detach().abs() * 1e6)
-        return vectors(part, size, fisher, samples, torch.Generator().manual_seed(seed), checked)
+        return vectors(part, size, replace(how, generator=torch.Generator().manual_seed(seed)))
 
     monkeypatch.setattr(capture, "_vectors", alike)
 

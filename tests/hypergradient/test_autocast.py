@@ -13,6 +13,7 @@ from hyperkron import solution, trees
 from hyperkron.algorithms.derivatives import gradients
 from hyperkron.curvature.kfac.capture import measure
 from hyperkron.curvature.kfac.coverage import plan
+from hyperkron.curvature.kfac.measured import Measurement
 from hyperkron.evaluation.point import Point
 from hyperkron.hypergradient import implicit, precision
 from hyperkron.hypergradient.steps import SGD
@@ -46,9 +47,8 @@ def test_factors_are_summed_in_float32(name: str, sharing: Any) -> None:
     found = {}
     for autocast in (False, True):
         with Point(problem(autocast), model, weights, batch, batch) as point:
-            found[autocast] = measure(
-                point, plan(model, "diagonal"), fisher="type-2", samples=1, sharing=sharing, generator=torch.Generator()
-            )
+            how = Measurement("type-2", 1, sharing, torch.Generator())
+            found[autocast] = measure(point, plan(model, "diagonal"), how)
     for side in ("a", "b"):
         for block, exact in getattr(found[False], side).items():
             rounded = getattr(found[True], side)[block]

@@ -26,7 +26,7 @@ from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 
 from hyperkron.batch_tensors import tensors_of
 from hyperkron.cross.weighting import Read, Weighted, weighted_sum
-from hyperkron.curvature.kfac.taps import same_memory
+from hyperkron.curvature.kfac.taps import Tap
 from hyperkron.evaluation.point import Point
 from hyperkron.kernels.selection import WithoutAutocast
 from hyperkron.losses import Loss, Term
@@ -89,26 +89,6 @@ def _by_example(term: Term) -> tuple[Tensor, Tensor]:
     weights = functools.reduce(operator.mul, [x.flatten(1)[:, 0] if x.dim() > 1 else x for x in live])
     rows = functools.reduce(operator.mul, rest, term.row_losses)
     return weights, rows.flatten(1).sum(1) if rows.dim() > 1 else rows
-
-
-class _LayerTap(torch.autograd.Function):
-    """The identity on a layer's output; passes its gradient and the layer's input to ``receive``.
-
-    The input is saved with autograd's own mechanism, so that activation checkpoints recompute it.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, output: Tensor, token: Tensor, x: Tensor, receive: Callable[[Tensor, Tensor], None]
-    ) -> Tensor:
-        ctx.receive = receive
-        ctx.save_for_backward(x)
-        return same_memory(output)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
-        ctx.receive(g, *ctx.saved_tensors)
-        return g, None, None, None
 
 
 class _LayerHooks:
@@ -179,7 +159,7 @@ class _LayerHooks:
             tangent = partial(_embedding, v["weight"], module.padding_idx)
         else:
             tangent = partial(_any_layer, module, v, self._autocast(), self.readable)
-        return _LayerTap.apply(output, self.token, inputs[0], partial(self._receive, tangent))
+        return Tap.apply(output, self.token, partial(self._receive, tangent), inputs[0])
 
     def _receive(self, tangent: Tangent, g: Tensor, x: Tensor) -> None:
         on = torch.is_autocast_enabled(self.device.type)  # the check is cheaper than always disabling it

@@ -32,7 +32,7 @@ _TORCH_RECOMPUTE = checkpoint._checkpoint_without_reentrant_generator
 
 def _recompute(function: Callable[..., Any], *options: Any, **named: Any) -> Iterator[None]:
     """Replaces torch's recomputation: uses the kernels of the forward pass, or does nothing if activations are kept."""
-    if _REPLACEMENTS.keeping:
+    if _keeping:
         yield
         return
     kernels = same_kernels()
@@ -44,36 +44,13 @@ def _recompute(function: Callable[..., Any], *options: Any, **named: Any) -> Ite
     yield from _TORCH_RECOMPUTE(with_same_kernels, *options, **named)
 
 
-class _Replacements:
-    """Replaces attributes of a module while at least one user needs it; safe with several threads."""
-
-    def __init__(self, module: Any) -> None:
-        self.module = module
-        self.lock = threading.Lock()
-        self.users: dict[str, int] = {}
-        self.originals: dict[str, Any] = {}
-        self.keeping = 0
-
-    def enter(self, name: str, replacement: Any) -> None:
-        with self.lock:
-            if not self.users.get(name):
-                self.originals[name] = getattr(self.module, name)
-                setattr(self.module, name, replacement)
-            self.users[name] = self.users.get(name, 0) + 1
-
-    def leave(self, name: str) -> None:
-        with self.lock:
-            self.users[name] -= 1
-            if not self.users[name]:
-                setattr(self.module, name, self.originals.pop(name))
-
-    def count_keeping(self, change: int) -> None:
-        """Add ``change`` to the number of contexts in which activations are kept."""
-        with self.lock:
-            self.keeping += change
-
-
-_REPLACEMENTS = _Replacements(checkpoint)
+_REPLACEMENTS = {"CheckpointFunction": _NotReentrant, "_checkpoint_without_reentrant_generator": _recompute}
+_lock = threading.Lock()
+_active: list[object] = []
+"""The contexts that are open, in any thread; the first replaces torch's functions, and the last puts them back."""
+_keeping: list[object] = []
+"""Those of them that keep activations."""
+_originals: dict[str, Any] = {}
 
 
 @contextmanager
@@ -83,13 +60,18 @@ def differentiable_checkpoints(*, keep: bool = False) -> Iterator[None]:
     With ``keep=True`` activations are kept instead of recomputed. This is needed if parameters are replaced during the
     forward pass only. Other threads then keep their activations too, which only costs memory.
     """
-    names = {"CheckpointFunction": _NotReentrant, "_checkpoint_without_reentrant_generator": _recompute}
-    for name, replacement in names.items():
-        _REPLACEMENTS.enter(name, replacement)
-    _REPLACEMENTS.count_keeping(int(keep))
+    this, counted = object(), (_active, _keeping) if keep else (_active,)
+    with _lock:
+        if not _active:
+            _originals.update({name: getattr(checkpoint, name) for name in _REPLACEMENTS})
+            vars(checkpoint).update(_REPLACEMENTS)
+        for contexts in counted:
+            contexts.append(this)
     try:
         yield
     finally:
-        _REPLACEMENTS.count_keeping(-int(keep))
-        for name in names:
-            _REPLACEMENTS.leave(name)
+        with _lock:
+            for contexts in counted:
+                contexts.remove(this)
+            if not _active:
+                vars(checkpoint).update(_originals)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch.func import functional_call
 
 from hyperkron.batch_tensors import map_tensors, tensors_of
 from hyperkron.evaluation.differentiation import gradients_of
+from hyperkron.evaluation.point import Level
 from hyperkron.kernels.checkpoints import differentiable_checkpoints
 from hyperkron.kernels.selection import WithoutAutocast, twice_differentiable
 from hyperkron.losses import Loss, as_loss
@@ -26,7 +27,6 @@ from hyperkron.solution import HyperkronError
 from hyperkron.training.randomness import random_state, same_random_state, set_random_state
 from hyperkron.validation import check_whole
 
-Level = Literal["inner", "outer"]
 Gradients = tuple[Tensor | None, ...]
 
 

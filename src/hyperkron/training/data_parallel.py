@@ -22,13 +22,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hyperkron.batch_tensors import map_tensors, tensors_of
 from hyperkron.collectives import Group, replicated
+from hyperkron.evaluation.point import Level
 from hyperkron.evaluation.sharded import check, divide_again, gathering, units
 from hyperkron.kernels.checkpoints import differentiable_checkpoints
 from hyperkron.losses import BatchPlace, Loss, as_loss
 from hyperkron.problem import BilevelProblem, Both, Objective
 from hyperkron.sharding import is_sharded
 from hyperkron.solution import HyperkronError, warn_once
-from hyperkron.training.accumulation import Accumulated, Level, batch_norms, check_is_mean, length
+from hyperkron.training.accumulation import Accumulated, batch_norms, check_is_mean, length
 from hyperkron.trees import Tree
 
 

@@ -21,7 +21,7 @@ from hyperkron.collectives import Group
 from hyperkron.sharded_functions import divided_over
 from hyperkron.sharding import divided, is_sharded, own_rows
 from hyperkron.training import files
-from hyperkron.training.encoding import CheckpointError, DamagedCheckpoint, divided_names, split
+from hyperkron.training.encoding import CheckpointError, DamagedCheckpoint, divided_rows
 
 FILE = re.compile(r"tensors-rank(\d{5})\.safetensors\Z")
 
@@ -58,10 +58,8 @@ def write_rows(staging: Path, state: dict[str, Any], group: Group) -> dict[str, 
     except OSError as error:
         failure = error.strerror or str(error)
     if group.all(not failure) and group.rank > 0:  # also waits until the folder is there
-        names = divided_names(state)
-        own = {name: x for name, x in split(state)[1].items() if name in names}
         try:
-            record = files.write_tensors(staging / _file(group.rank), own)
+            record = files.write_tensors(staging / _file(group.rank), divided_rows(state))
         except OSError as error:
             failure = error.strerror or str(error)
     words = [int(record["sha256"][i : i + 8], 16) for i in range(0, 64, 8)]

@@ -56,11 +56,11 @@ def split(state: Any) -> tuple[Any, dict[str, Tensor]]:
     return splitter.node(state, ()), splitter.tensors
 
 
-def divided_names(state: Any) -> set[str]:
-    """The names that :func:`split` gives to tensors that are divided among processes."""
+def divided_rows(state: Any) -> dict[str, Tensor]:
+    """This process's rows of the tensors that are divided among processes, by the names :func:`split` gives them."""
     splitter = _Splitter()
     splitter.node(state, ())
-    return splitter.divided
+    return {name: x for name, x in splitter.tensors.items() if name in splitter.divided}
 
 
 def join(

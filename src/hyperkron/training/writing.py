@@ -66,37 +66,38 @@ def flush_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-def unwritable(path: Path, error: OSError, needed: int | None = None, then: str = "") -> HyperkronError:
-    """The error for a file of ``needed`` bytes that could not be written.
+@contextlib.contextmanager
+def in_words(path: Path, needed: int | None = None, then: str = "") -> Iterator[None]:
+    """An OSError of the block, which writes a file of ``needed`` bytes, becomes an error with the file and a remedy.
 
     ``then`` tells what to do after freeing space, if that is more than trying again.
 
     Example:
-        >>> str(unwritable(Path("no/such/file"), OSError(errno.EACCES, "Permission denied")))
-        "'no/such/file' cannot be written (Permission denied); choose another place, or make it writable."
+        >>> with in_words(Path("no/such/file")):
+        ...     raise OSError(errno.EACCES, "Permission denied")
+        Traceback (most recent call last):
+        hyperkron.solution.HyperkronError: 'no/such/file' cannot be written (Permission denied); choose another place,
+            or make it writable.
     """
+    try:
+        yield
+    except OSError as error:
+        raise HyperkronError(f"{str(path)!r} cannot be written{_why(path, error, needed, then)}") from error
+
+
+def _why(path: Path, error: OSError, needed: int | None, then: str) -> str:
     reason = error.strerror or str(error)
-    why = f" ({reason}); choose another place, or make it writable."
     if error.errno in _FULL:
         room = f"; {needed} bytes are needed" if needed else ""
         with contextlib.suppress(OSError):
             room += f"; {shutil.disk_usage(path.parent).free} bytes are free there"
         remedy = then or "or choose a place on another disk"
-        why = f": the disk is full ({reason}{room}). Free some space there, {remedy}."
-    elif error.errno == errno.EFBIG:
+        return f": the disk is full ({reason}{room}). Free some space there, {remedy}."
+    if error.errno == errno.EFBIG:
         size = f" of {needed} bytes" if needed else ""
         remedy = "raise the limit on the size of files (ulimit -f), or choose a file system without one."
-        why = f": the file{size} is too large ({reason}); {remedy}"
-    return HyperkronError(f"{str(path)!r} cannot be written{why}")
-
-
-@contextlib.contextmanager
-def in_words(path: Path, needed: int | None = None, then: str = "") -> Iterator[None]:
-    """An OSError of the block becomes a HyperkronError that names the file and the remedy."""
-    try:
-        yield
-    except OSError as error:
-        raise unwritable(path, error, needed, then) from error
+        return f": the file{size} is too large ({reason}); {remedy}"
+    return f" ({reason}); choose another place, or make it writable."
 
 
 @contextlib.contextmanager

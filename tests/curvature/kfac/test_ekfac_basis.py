@@ -17,6 +17,7 @@ from hyperkron.curvature.kfac import eigen
 from hyperkron.curvature.kfac.capture import measure
 from hyperkron.curvature.kfac.coverage import plan
 from hyperkron.curvature.kfac.eigen import EigenInverses
+from hyperkron.curvature.kfac.measured import Basis, Measurement
 from hyperkron.evaluation.point import Point
 from hyperkron.training.encoding import join, split
 from tests.curvature.kfac.test_ekfac_thin import WIDE, assert_best
@@ -108,9 +109,10 @@ def test_every_refresh_with_a_basis_of_its_own_is_what_it_was() -> None:
         made = plan(course.case.model, "diagonal")
         how: dict[str, Any] = {"fisher": "mc", "samples": 1, "sharing": "expand", "generator": generator}
         with course.case.point() as point:
-            factors = measure(point, made, **how)
+            factors = measure(point, made, Measurement(**how))
             bases, _ = eigen.eigen_bases({n: (factors.a[n], factors.b[n]) for n in factors.a})
-            found = measure(point, made, basis={n: (a, b) for n, (_, a, _, b) in bases.items()}, diagonal=False, **how)
+            basis: Basis = {n: (a, b) for n, (_, a, _, b) in bases.items()}
+            found = measure(point, made, Measurement(basis=basis, diagonal=False, **how))
         first = hk.curvature.EKFAC(0.1, seed=5, basis_every=3)
         with course.case.point() as point:
             curvature.operator(point, state)

@@ -14,7 +14,7 @@ from hyperkron.curvature.kfac import grams, inverse
 from hyperkron.curvature.kfac.capture import measure
 from hyperkron.curvature.kfac.coverage import plan
 from hyperkron.curvature.kfac.factors import dense
-from hyperkron.curvature.kfac.measured import Measured
+from hyperkron.curvature.kfac.measured import Measured, Measurement
 from hyperkron.evaluation.point import Point
 
 GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))
@@ -94,15 +94,8 @@ def factors(device: str, dtype: torch.dtype, low_rank: bool) -> Measured:
         lambda m, w, b: hk.losses.cross_entropy(m(b[0]), b[1]),
     )
     with Point(problem, model, weights, batch, batch) as point:
-        return measure(
-            point,
-            plan(model, "diagonal"),
-            fisher="empirical",
-            samples=1,
-            sharing="expand",
-            generator=torch.Generator(device),
-            low_rank=low_rank,
-        )
+        how = Measurement("empirical", 1, "expand", torch.Generator(device), low_rank=low_rank)
+        return measure(point, plan(model, "diagonal"), how)
 
 
 @pytest.mark.parametrize("low_rank", [False, True])

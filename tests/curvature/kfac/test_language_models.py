@@ -14,7 +14,7 @@ from hyperkron.curvature.kfac import grams, recorder
 from hyperkron.curvature.kfac.capture import measure
 from hyperkron.curvature.kfac.coverage import plan
 from hyperkron.curvature.kfac.factors import Dual, dense
-from hyperkron.curvature.kfac.measured import Measured
+from hyperkron.curvature.kfac.measured import Measured, Measurement
 from hyperkron.curvature.kfac.recorder import Recorder
 from hyperkron.evaluation.point import Point
 from hyperkron.losses import classification
@@ -59,16 +59,10 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randint(0, VOCABULARY, (N, T + 1), generator=torch.Generator().manual_seed(1)), torch.arange(N) % 2
 
 
-def measured(model: nn.Module) -> Measured:
+def measured(model: nn.Module, unmasked: bool = False) -> Measured:
     with Point(PROBLEM, model, hk.DomainWeights(2), batch(), batch()) as point:
-        return measure(
-            point,
-            plan(model, "diagonal"),
-            fisher="mc",
-            samples=1,
-            sharing="expand",
-            generator=torch.Generator().manual_seed(2),
-        )
+        how = Measurement("mc", 1, "expand", torch.Generator().manual_seed(2), unmasked=unmasked)
+        return measure(point, plan(model, "diagonal"), how)
 
 
 def apart(found: Measured, wanted: Measured) -> float:
@@ -103,12 +97,8 @@ def test_layers_of_one_input_share_its_sum_where_no_token_is_masked(monkeypatch:
     assert apart(found, wanted) < 1e-6
     after_forward = Recorder.after_forward
     for granted in (False, True):  # as in a recording, which reads nothing, or takes for granted that none is masked
-        monkeypatch.setattr(
-            Recorder,
-            "after_forward",
-            lambda self, loss, readable, unmasked, granted=granted: after_forward(self, loss, False, granted),
-        )
-        recorded = measured(Language())
+        monkeypatch.setattr(Recorder, "after_forward", lambda self, loss, readable: after_forward(self, loss, False))
+        recorded = measured(Language(), unmasked=granted)
         assert (recorded.a[f"{first}self_attn.q_proj"] is recorded.a[f"{first}self_attn.k_proj"]) is granted
         assert apart(recorded, wanted) < 1e-6  # also tokens without a gradient, such as queries of the first, count
 

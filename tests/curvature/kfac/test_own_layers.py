@@ -14,11 +14,12 @@ import cases
 import hyperkron as hk
 import oracles
 from extensions import DELTA, Quadratics, QuadraticsLayer, quadratics
-from hyperkron.curvature.kfac import input_grams
+from hyperkron.curvature.kfac import grams
 from hyperkron.curvature.kfac.capture import measure
 from hyperkron.curvature.kfac.coverage import plan
 from hyperkron.curvature.kfac.factors import dense
 from hyperkron.curvature.kfac.layers import cast_floating
+from hyperkron.curvature.kfac.measured import Measurement
 
 
 @pytest.mark.parametrize("module", [Quadratics, nn.Linear])
@@ -26,7 +27,7 @@ def test_rows_that_are_not_linear_in_the_input_are_made_of_it_unscaled(
     module: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In TF32 an input is scaled into half precision before its rows are made, where these scale with it."""
-    monkeypatch.setattr(input_grams, "narrowed", lambda x, rows, d: (x / 4, x.new_tensor(4.0)))
+    monkeypatch.setattr(grams, "narrowed", lambda x, rows, d: (x / 4, x.new_tensor(4.0)))
     torch.manual_seed(0)
     case = cases.make(module(3, 2), (3,), count=30)
     method = hk.Implicit(
@@ -106,7 +107,7 @@ def test_tokens_without_a_loss_are_left_out_of_a_layer_of_ones_own(sharing: Any)
     with case.point() as point:
         made = plan(case.model, "diagonal", [lambda module: layer])
         generator = torch.Generator().manual_seed(0)
-        found = measure(point, made, fisher="type-2", samples=1, sharing=sharing, generator=generator)
+        found = measure(point, made, Measurement("type-2", 1, sharing, generator))
     rows = torch.cat((x, x * x, torch.ones_like(x[..., :1])), -1)
     means = [row[kept].mean(0) for row, kept in zip(rows, seen, strict=True)]
     counted = torch.stack(means) if sharing == "reduce" else rows[seen]

@@ -18,85 +18,47 @@ from hyperkron.batch_tensors import tensors_of
 from hyperkron.collectives import Group
 from hyperkron.curvature.base import l2_curvature, warn_moving, warn_opaque
 from hyperkron.curvature.kfac.coverage import Plan
-from hyperkron.curvature.kfac.factors import add_to, scaled, stored
+from hyperkron.curvature.kfac.factors import add_to, scaled
 from hyperkron.curvature.kfac.kept import KeptGradients
-from hyperkron.curvature.kfac.layers import WeightSharing
-from hyperkron.curvature.kfac.measured import Basis, Measured
-from hyperkron.curvature.kfac.owners import Owners
+from hyperkron.curvature.kfac.measured import Measured, Measurement
 from hyperkron.curvature.kfac.penalty import column_scales
 from hyperkron.curvature.kfac.recorder import Recorder
 from hyperkron.evaluation.differentiation import graph_nodes
 from hyperkron.evaluation.point import Point
-from hyperkron.losses import DRAWN, Fisher, Loss
+from hyperkron.losses import DRAWN, Loss
 from hyperkron.problem import rows, shares
 from hyperkron.solution import HyperkronError, warn_once
 
 
-def measure(
-    point: Point,
-    plan: Plan,
-    *,
-    fisher: Fisher,
-    samples: int,
-    sharing: WeightSharing,
-    generator: torch.Generator,
-    basis: Basis | None = None,
-    low_rank: bool = False,
-    checked: bool = True,
-    diagonal: bool = True,
-    wide: bool = False,
-    damping: float | None = None,
-    owners: Owners | None = None,
-    unmasked: bool = False,
-    keep: bool = False,
-    first: bool = False,
-) -> Measured:
-    """Evaluate J_in on the curvature batch and return the factors, or EKFAC's spectrum in a given ``basis``.
+def measure(point: Point, plan: Plan, how: Measurement) -> Measured:
+    """Evaluate J_in on the curvature batch and return the factors, or EKFAC's spectrum in a given basis.
 
     A batch that the problem evaluates in parts is measured part by part.
-
-    Args:
-        point, plan: where to evaluate J_in, and which parameter gets which curvature.
-        fisher, samples, sharing, generator: the vectors to backpropagate, as in :class:`KFAC`.
-        basis: the eigenbasis of every block in which to measure EKFAC's spectrum; ``None`` measures the factors.
-        low_rank: return a factor with few rows as its rows (:class:`LowRank`).
-        checked: refuse negative weights, which waits for the device; otherwise they make the factors nan.
-        diagonal: measure parameters outside the blocks too.
-        wide: measure the factors over all positions too (:attr:`Measured.wide`).
-        damping: δ for :attr:`Measured.scales`; ``None`` leaves them out.
-        owners: which process gets the factors or spectra of a block, if the batch is divided among processes.
-        unmasked: in a recording: assume that the loss masks no tokens; factors are nan if it does.
-        keep: for a batch in parts: keep gradients of single examples (:attr:`Measured.kept`).
-        first: warn of parameters that are also used outside their layers, and of weights that depend on θ.
     """
     like = torch.empty((), device=point.device, dtype=torch.promote_types(point.dtype, torch.float32))
     parts, whole = point.problem.parts(point.curvature_batch), _Merged()
-    kept = KeptGradients(len(parts)) if keep and len(parts) > 1 else None
-    wanted = _wanted(point, len(parts)) if basis is None and owners is None else None
-    for part in parts:
+    kept = KeptGradients(len(parts)) if how.keep and len(parts) > 1 else None
+    wanted = _wanted(point, len(parts)) if how.basis is None and how.owners is None else None
+    for number, part in enumerate(parts):
         keeps = [one is not None and one.fits for one in (wanted, kept)]
-        recorder = Recorder(plan, sharing, basis, like, low_rank, diagonal, wide, owners, *keeps)
+        recorder = Recorder(plan, how, like, *keeps)
         with recorder.attached():
             loss = point.inner(part)
-            recorder.after_forward(loss, readable=not point.recording, unmasked=unmasked)
-        by_example = basis is not None or sharing == "reduce"
-        _check_forward(recorder, loss, point, part, first, in_parts=len(parts) > 1, by_example=by_example)
-        first = False
-        if basis is not None and fisher == "type-2" and sharing == "expand":
-            _warn_together(loss, recorder.batch_size)
+            recorder.after_forward(loss, readable=not point.recording)
+        _check_forward(recorder, loss, point, part, first=how.first and number == 0, in_parts=len(parts) > 1)
         recorder.measured.l2 = l2 = l2_curvature(loss, point.params)
-        recorder.measured.scales = {} if damping is None else column_scales(plan, l2, damping, like)
+        recorder.measured.scales = {} if how.damping is None else column_scales(plan, l2, how.damping, like)
         size = recorder.batch_size * point.problem.group.size
-        vectors = _vectors(loss, size, fisher, samples, generator, checked)
+        vectors = _vectors(loss, size, how)
         place = loss.terms[0].place if loss.terms else None  # of these examples in the whole batch
-        signs = None if fisher in DRAWN else generator  # drawn vectors of different examples are already independent
+        signs = None if how.fisher in DRAWN else how.generator  # drawn vectors of examples are already independent
         found = recorder.backward(point.params, vectors, signs, place, _unbatched(recorder, loss))
         if len(parts) == 1:
-            return found if owners is None else over_ranks(found, plan, owners.group)
+            return found if how.owners is None else over_ranks(found, plan, how.owners.group, like)
         counts = rows(loss.terms, recorder.batch_size)  # counting rows waits for the device
         whole.add(found, counts)
         if any(keeps):
-            own = _vectors(loss, size, fisher, samples, generator, checked)
+            own = _vectors(loss, size, how)
             others = wanted.vectors(loss) if wanted is not None and wanted.fits else []
             for one, gradients in zip((kept, wanted), recorder.gradients(own, others), strict=True):
                 if one is not None and one.fits:
@@ -108,23 +70,21 @@ def measure(
     return found
 
 
-def _check_forward(
-    recorder: Recorder, loss: Loss, point: Point, batch: Any, first: bool, in_parts: bool, by_example: bool
-) -> None:
-    """After a forward pass: warn of, or refuse, what would make the factors wrong.
-
-    With ``by_example`` rows of one example are summed, so that the first dimension of inputs must be that of examples.
-    """
+def _check_forward(recorder: Recorder, loss: Loss, point: Point, batch: Any, first: bool, in_parts: bool) -> None:
+    """After a forward pass: warn of, or refuse, what would make the factors wrong."""
+    how = recorder.how
     _forget_hidden_calls(recorder, loss, point)
     if first:
         _warn_used_elsewhere(recorder, loss, point)
         warn_moving("KFAC", loss, point.params)
-    if recorder.owners is not None:
-        _check_alike(recorder, recorder.owners.group)
-    if loss.terms and (recorder.owners is not None or in_parts):
+    if how.owners is not None:
+        _check_alike(recorder, how.owners.group)
+    if loss.terms and (how.owners is not None or in_parts):
         _warn_without_batch(recorder.lengths, _examples(recorder, loss, batch))
-    elif loss.terms and by_example:
+    elif loss.terms and (how.basis is not None or how.sharing == "reduce"):  # rows of one example are summed
         _warn_without_batch(recorder.sequences, _examples(recorder, loss, batch))
+    if how.basis is not None and how.fisher == "type-2" and how.sharing == "expand":
+        _warn_rows_mixed(loss, recorder.batch_size)
 
 
 def _wanted(point: Point, parts: int) -> KeptGradients | None:
@@ -209,7 +169,7 @@ def _warn_without_batch(lengths: dict[str, int], examples: int) -> None:
         )
 
 
-def _warn_together(loss: Loss, examples: int) -> None:
+def _warn_rows_mixed(loss: Loss, examples: int) -> None:
     """Warn that the spectrum contains products of different rows of an example, unlike the Gauss–Newton matrix."""
     if any(term.row_losses.numel() > examples for term in loss.terms):
         warn_once(
@@ -237,7 +197,7 @@ def _check_alike(recorder: Recorder, group: Group) -> None:
         )
 
 
-def over_ranks(found: Measured, plan: Plan, group: Group) -> Measured:
+def over_ranks(found: Measured, plan: Plan, group: Group, like: Tensor) -> Measured:
     """The measurement of a batch that is divided among ranks: sums rows and diagonals over ranks in one collective.
 
     The owners already have the sums of their blocks, and gradients of parameters outside layers are already those of
@@ -245,16 +205,11 @@ def over_ranks(found: Measured, plan: Plan, group: Group) -> Measured:
     """
     known = {*plan.rest, *found.uncalled}
     names = [name for name in found.diagonal if name not in known]
-    like = found.diagonal[names[0]] if names else torch.zeros((), dtype=torch.float64, device=group.device)
     rows = [torch.as_tensor(n, dtype=like.dtype, device=like.device) for n in found.rows.values()]
     *sums, totals = group.sum([*(found.diagonal[n] for n in names), torch.stack(rows) if rows else like.new_zeros(0)])
     found.diagonal.update(zip(names, sums, strict=True))
     found.rows = dict(zip(found.rows, totals, strict=True))
-    means: dict[int, Any] = {}  # by the id of the sum, which several blocks may share
-    for name, total in found.a.items():
-        if id(total) not in means:
-            means[id(total)] = scaled(total, 1.0 / found.rows[name].to(stored(total)))  # type: ignore[union-attr]
-    found.a = {name: means[id(total)] for name, total in found.a.items()}
+    found.divide_by_rows()
     return found
 
 
@@ -263,7 +218,6 @@ class _Merged:
 
     def __init__(self) -> None:
         self.sums = Measured()
-        self.rows: dict[str, Any] = {}
         self.counts: list[tuple[float, ...]] = []
 
     def add(self, part: Measured, counts: tuple[float, ...]) -> None:
@@ -275,11 +229,10 @@ class _Merged:
         whole.in_half = whole.in_half or part.in_half
         for name, factor in part.a.items():
             add_to(whole.a, name, scaled(factor, part.rows[name]))
-            self.rows[name] = self.rows.get(name, 0) + part.rows[name]
-        (wide_a, wide_b), (part_a, part_b) = whole.wide, part.wide
-        for name, factor in part_a.items():
-            add_to(wide_a, name, factor)
-        summed: Any = ((whole.b, part.b), (wide_b, part_b), (whole.diagonal, part.diagonal))
+            whole.rows[name] = whole.rows.get(name, 0) + part.rows[name]
+        for name, factor in part.wide[0].items():
+            add_to(whole.wide[0], name, factor)
+        summed: Any = ((whole.b, part.b), (whole.wide[1], part.wide[1]), (whole.diagonal, part.diagonal))
         summed += ((whole.corrected, part.corrected),)
         for sums, new in summed:
             for name, value in new.items():
@@ -290,24 +243,23 @@ class _Merged:
         """Turn sums into means over all rows and return them."""
         whole, total = self.sums, sum(first for first, *_ in self.counts)
         shares(self.counts)  # refuses criteria that run over different shares of the rows
-        whole.a = {name: scaled(factor, 1.0 / self.rows[name]) for name, factor in whole.a.items()}
+        whole.divide_by_rows()
         summed: Any = (whole.b, whole.diagonal, whole.corrected)
         for sums in summed:
             sums.update({name: scaled(value, 1.0 / total) for name, value in sums.items()})
         return whole
 
 
-def _vectors(
-    loss: Loss, batch_size: int, fisher: Fisher, samples: int, generator: torch.Generator, checked: bool
-) -> Iterable[tuple[Tensor, Tensor]]:
+def _vectors(loss: Loss, batch_size: int, how: Measurement) -> Iterable[tuple[Tensor, Tensor]]:
     """(output, vector to backpropagate) such that Σ vector vectorᵀ is the output Hessian."""
     if loss.terms:
         if loss.opaque:
             warn_opaque("KFAC")
-        return ((t.output, v) for t in loss.terms for v in t.vectors(fisher, samples, generator, checked=checked))
-    if fisher != "empirical":
+        drawn = how.fisher, how.samples, how.generator
+        return ((t.output, v) for t in loss.terms for v in t.vectors(*drawn, checked=how.checked))
+    if how.fisher != "empirical":
         raise HyperkronError(
-            f"inner returned a plain scalar tensor, for which fisher={fisher!r} is not defined: return "
+            f"inner returned a plain scalar tensor, for which fisher={how.fisher!r} is not defined: return "
             "hyperkron.losses.cross_entropy(...), mse(...) or binary_cross_entropy(...), or use fisher='empirical'."
         )
     warn_once(

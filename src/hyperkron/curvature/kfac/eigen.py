@@ -67,10 +67,7 @@ class EigenBlock:
 
     def matvec(self, v: Tensor) -> Tensor:
         """The damped block itself."""
-        if self.outside is None:
-            return self.b @ ((self.b.mT @ v @ self.a) * self.spectrum) @ self.a.mT
-        inside = self.b.mT @ (v @ self.a)
-        return self.outside * v + (self.b @ (inside * (self.spectrum - self.outside))) @ self.a.mT
+        return self.function(lambda spectrum: spectrum, v)
 
     def function(self, f: Callable[[Tensor], Tensor], v: Tensor) -> Tensor:
         """f(block) V, with f applied to the eigenvalues."""

@@ -18,7 +18,7 @@ from hyperkron.curvature.kfac.eigen import EigenInverses, checked, damped
 from hyperkron.curvature.kfac.factors import Factor, Factors, dense, stored
 from hyperkron.curvature.kfac.inverse import BlockInverses, FactorsNeeded
 from hyperkron.curvature.kfac.layers import LayerOf, WeightSharing, checked_layers
-from hyperkron.curvature.kfac.measured import Basis, Measured
+from hyperkron.curvature.kfac.measured import Basis, Measured, Measurement
 from hyperkron.curvature.kfac.owners import agreed
 from hyperkron.curvature.kfac.penalty import mean_damping, scaled_factor
 from hyperkron.curvature.kfac.state import KroneckerOperator, KroneckerState, layout, own_diagonal
@@ -180,9 +180,7 @@ class Kronecker(Curvature):
         generator = state.random(point.device)
 
         def work(at: Point, _: Tree) -> Measured:
-            found = measure(
-                at,
-                plan,
+            how = Measurement(
                 fisher=self.fisher,
                 samples=self.samples,
                 sharing=self.sharing,
@@ -198,6 +196,7 @@ class Kronecker(Curvature):
                 keep=basis is None and state.owners is None and self._keeps_gradients(at),
                 first=state.refreshes == 0 and basis is None and not at.recording,
             )
+            found = measure(at, plan, how)
             if not at.recording and basis is None:
                 state.unmasked = found.unmasked and state.unmasked is not False
             return found

@@ -1,4 +1,4 @@
-"""The result of a pass over a batch for KFAC: the factors of every block, EKFAC's spectra, and diagonals."""
+"""A pass over a batch for KFAC: what to measure, and the result: factors of every block, EKFAC's spectra, diagonals."""
 
 from __future__ import annotations
 
@@ -9,6 +9,46 @@ from torch import Tensor
 
 from hyperkron.curvature.kfac.factors import Factor, scaled, stored
 from hyperkron.curvature.kfac.kept import KeptGradients
+from hyperkron.curvature.kfac.layers import WeightSharing
+from hyperkron.curvature.kfac.owners import Owners
+from hyperkron.losses import Fisher
+
+Basis = dict[str, tuple[Tensor, Tensor] | None]
+"""Eigenvectors (Q_A, Q_B) of every block; ``None`` where another process has them."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What a pass over a batch measures, and how.
+
+    Attributes:
+        fisher, samples, sharing, generator: the vectors to backpropagate, as in :class:`KFAC`.
+        basis: the eigenbasis of every block in which to measure EKFAC's spectrum; ``None`` measures the factors.
+        low_rank: return a factor with few rows as its rows (:class:`LowRank`).
+        checked: refuse negative weights, which waits for the device; otherwise they make the factors nan.
+        diagonal: measure parameters outside the blocks too.
+        wide: measure the factors over all positions too (:attr:`Measured.wide`).
+        damping: δ for :attr:`Measured.scales`; ``None`` leaves them out.
+        owners: which process gets the factors or spectra of a block, if the batch is divided among processes.
+        unmasked: in a recording: assume that the loss masks no tokens; factors are nan if it does.
+        keep: for a batch in parts: keep gradients of single examples (:attr:`Measured.kept`).
+        first: warn of parameters that are also used outside their layers, and of weights that depend on θ.
+    """
+
+    fisher: Fisher
+    samples: int
+    sharing: WeightSharing
+    generator: torch.Generator
+    basis: Basis | None = None
+    low_rank: bool = False
+    checked: bool = True
+    diagonal: bool = True
+    wide: bool = False
+    damping: float | None = None
+    owners: Owners | None = None
+    unmasked: bool = False
+    keep: bool = False
+    first: bool = False
 
 
 @dataclass
@@ -55,7 +95,3 @@ class Measured:
     def release(self) -> None:
         """Free the factors; everything else stays."""
         self.a, self.b, self.wide = {}, {}, ({}, {})
-
-
-Basis = dict[str, tuple[Tensor, Tensor] | None]
-"""Eigenvectors (Q_A, Q_B) of every block; ``None`` where another process has them."""

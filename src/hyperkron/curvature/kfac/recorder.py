@@ -19,15 +19,13 @@ from torch import Tensor, nn
 
 from hyperkron import trees
 from hyperkron.curvature.kfac.coverage import Block, Plan
-from hyperkron.curvature.kfac.deliveries import Deliveries
 from hyperkron.curvature.kfac.diagonals import Diagonals
 from hyperkron.curvature.kfac.factors import Factor, add_to, stored
-from hyperkron.curvature.kfac.grams import WIDE_OUTPUT, corrected, masked_gram, pooled, summed
-from hyperkron.curvature.kfac.input_grams import InputGrams
+from hyperkron.curvature.kfac.grams import WIDE_OUTPUT, InputGrams, corrected, masked_gram, pooled, summed
 from hyperkron.curvature.kfac.kept import LayerGradients
 from hyperkron.curvature.kfac.layers import WeightSharing
-from hyperkron.curvature.kfac.measured import Basis, Measured
-from hyperkron.curvature.kfac.owners import Owners
+from hyperkron.curvature.kfac.measured import Measured, Measurement
+from hyperkron.curvature.kfac.owners import Deliveries
 from hyperkron.curvature.kfac.taps import Tap, no_grad_no_autocast, with_last
 from hyperkron.losses import BatchPlace, Loss
 from hyperkron.solution import HyperkronError
@@ -52,17 +50,7 @@ class Recorder:
     """The hooks of one measurement and the sums they fill."""
 
     def __init__(
-        self,
-        plan: Plan,
-        sharing: WeightSharing,
-        basis: Basis | None,
-        like: Tensor,
-        low_rank: bool,
-        diagonal: bool,
-        wide: bool,
-        owners: Owners | None = None,
-        keeps: bool = False,
-        keeps_own: bool = False,
+        self, plan: Plan, how: Measurement, like: Tensor, keeps: bool = False, keeps_own: bool = False
     ) -> None:
         """With ``keeps`` inputs are kept until the graph is freed, for :meth:`gradients`; with ``keeps_own`` gradients
         for EKFAC's spectrum are kept too."""
@@ -70,7 +58,7 @@ class Recorder:
         self._for: Literal["factors", "spectrum", "others"] = "factors"  # the purpose of the current backward pass
         self._passed: dict[_Call, list[tuple[bool, Tensor]]] = {}  # gradients to keep, and whether for others
         self._kept: tuple[list[LayerGradients], list[LayerGradients]] = ([], [])  # for the spectrum, for others
-        self.plan, self.basis, self.low_rank, self.diagonal, self.owners = plan, basis, low_rank, diagonal, owners
+        self.plan, self.how, self.basis, self.owners = plan, how, how.basis, how.owners
         self.like, self.dtype = like, like.dtype  # dtype and device of the factors
         self.tokens = [torch.zeros((), requires_grad=True) for _ in range(2)]  # the second for calls with single rows
         self.batch_size = 1
@@ -81,17 +69,17 @@ class Recorder:
         self.uses: Counter[str] = Counter()  # calls with a graph, by parameter
         self.measured = found = Measured()
         self._factors: list[tuple[dict[str, Factor], dict[str, Factor], WeightSharing]]
-        self._factors = [(found.a, found.b, sharing)]
-        if wide:
+        self._factors = [(found.a, found.b, how.sharing)]
+        if how.wide:
             self._factors.append((*found.wide, "expand"))
         self._diagonals = Diagonals(found.diagonal, self.dtype)
         self.waiting: list[_Call] = []
-        self.inputs = InputGrams(self.dtype, low_rank, one_at_a_time=owners is not None)
+        self.inputs = InputGrams(self.dtype, how.low_rank, one_at_a_time=how.owners is not None)
         self._unmasked: Tensor | None = None  # whether the loss masks no token; may not have been read
         self._assumed_unmasked: Tensor | None = None  # the same, if it was assumed without reading it
         self.calls: dict[str, int] = {}  # by block
         self._last = False  # whether this backward pass is the last one
-        self.deliveries = None if owners is None else Deliveries(owners)
+        self.deliveries = None if how.owners is None else Deliveries(how.owners)
         self._bases: dict[str, tuple[Tensor, Tensor]] = {}  # received from other processes
 
     @contextmanager
@@ -131,7 +119,7 @@ class Recorder:
         self.called.update(names.values())
         if output.requires_grad:
             self.uses.update(names.values())
-        if not self.diagonal or not output.requires_grad:
+        if not self.how.diagonal or not output.requires_grad:
             return output
         x = (given[0] if given else named["input"]).detach()
         self.lengths[next(iter(names.values()))] = len(x) if x.dim() else 1
@@ -166,13 +154,13 @@ class Recorder:
             self._on_input(call)
         return call
 
-    def after_forward(self, loss: Loss, readable: bool = True, unmasked: bool = False) -> None:
+    def after_forward(self, loss: Loss, readable: bool = True) -> None:
         """Called after the forward pass: decide which rows of layers over tokens count in A.
 
         If the loss has a row for every token and masks some, A counts the tokens that a gradient reaches, which is
         known only after the backward passes. If no token is masked, layers with the same input share a sum. To find out
-        waits for the GPU. If it is not ``readable`` (in a recording), ``unmasked`` is assumed, and factors are nan if
-        the assumption is wrong.
+        waits for the GPU. If it is not ``readable`` (in a recording), :attr:`Measurement.unmasked` is assumed, and
+        factors are nan if the assumption is wrong.
         """
         masks = [term.valid for term in loss.terms if term.valid is not None]
         counts = {mask.numel() for mask in masks}
@@ -180,8 +168,8 @@ class Recorder:
         concerned = [call for call in calls if call.masked and call.rows in counts]
         if concerned:
             self._unmasked = torch.stack([mask.all() for mask in masks]).all()
-            self.measured.unmasked = bool(self._unmasked) if readable else unmasked
-            self._assumed_unmasked = None if readable or not unmasked else self._unmasked
+            self.measured.unmasked = bool(self._unmasked) if readable else self.how.unmasked
+            self._assumed_unmasked = None if readable or not self.how.unmasked else self._unmasked
             if self.measured.unmasked:
                 for call in concerned:  # they still wait: autograd keeps their inputs, and A is larger
                     call.masked = False
@@ -214,7 +202,7 @@ class Recorder:
         layered = [n for block in plan.blocks.values() for n in block.names]
         layered += [n for _, names in plan.diagonal for n in names.values()]
         found.uncalled = [n for n in layered if n not in self.called]
-        names = [*plan.rest, *found.uncalled] if self.diagonal and plan.fallback == "diagonal" else []
+        names = [*plan.rest, *found.uncalled] if self.how.diagonal and plan.fallback == "diagonal" else []
         inputs = [*self.tokens, *(params[name] for name in names)]
         for output, vector, last in with_last(vectors):
             if (names or unbatched) and signs is not None and vector.dim() > 0:
@@ -346,7 +334,7 @@ class Recorder:
                 if call.masked:
                     assert call.reached is not None
                     counted = call.reached if self._unmasked is None else call.reached | self._unmasked
-                    total, count = masked_gram(block, x.detach(), counted, sharing, self.dtype, self.low_rank)
+                    total, count = masked_gram(block, x.detach(), counted, sharing, self.dtype, self.how.low_rank)
                 else:
                     total, count = self.inputs.gram(block, x, call.rows, sharing)
                 add_to(sums, block.name, total)
@@ -368,11 +356,11 @@ class Recorder:
                 reached = (g != 0).any(-1)
                 call.reached = reached if call.reached is None else call.reached | reached
             if self.basis is None:
-                wide = self.low_rank and layer.tokens and layer.d_out >= WIDE_OUTPUT
+                wide = self.how.low_rank and layer.tokens and layer.d_out >= WIDE_OUTPUT
                 for _, sums, sharing in self._factors:
                     y = pooled(g) if wide and sharing == "expand" else g
                     y, scale = self.inputs.narrowed(y, y.numel() // (layer.groups * layer.d_out), layer.d_out, sharing)
-                    gram = summed(layer.gradients(y, sharing), self.dtype, None, self.low_rank, scale)[0]
+                    gram = summed(layer.gradients(y, sharing), self.dtype, None, self.how.low_rank, scale)[0]
                     add_to(sums, block.name, gram)
                 if self._complete(block.name):
                     if call.x is not None:

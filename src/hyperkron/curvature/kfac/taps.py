@@ -38,21 +38,24 @@ def in_order(x: Tensor) -> Tensor:
 
 
 class Tap(torch.autograd.Function):
-    """The identity on a layer's output; passes its gradient to ``receive`` in the backward pass.
+    """The identity on a layer's output; passes its gradient, and the ``saved`` tensors, to ``receive``.
 
+    Tensors are saved with autograd's own mechanism, so that activation checkpoints recompute them.
     The result shares the output's memory without being a view of it, so that the model may change it in place
     (``ReLU(inplace=True)``). None of the layers concerned needs its output in the backward pass.
     """
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, token: Tensor, receive: Callable[[Tensor], None]) -> Tensor:
+    def forward(ctx: Any, output: Tensor, token: Tensor, receive: Callable[..., None], *saved: Tensor) -> Tensor:
         ctx.receive = receive
+        ctx.save_for_backward(*saved)
         return same_memory(output)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        ctx.receive(gradient)
-        return gradient, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        ctx.receive(gradient, *saved)
+        return gradient, None, None, *(None for _ in saved)
 
 
 def with_last(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor, bool]]:
