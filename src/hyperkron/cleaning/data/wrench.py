@@ -104,7 +104,7 @@ def _voted(raw: Raw, votes: Array, abstain: str) -> Raw:
     if abstain == "first":
         return replace(raw, labels=[raw.classes[max(k, 0)] for k in majority_vote(votes, len(raw.classes))])
     ballot = Ballot(votes, raw.classes, tuple(f"function {s}" for s in range(votes.shape[1])))
-    voted = replace(raw, labels=ballot.labels(), votes=votes, answers=ballot.answers, annotators=ballot.annotators)
+    voted = ballot.given_to(raw)
     return voted.without(silent, "no vote") if abstain == "drop" else voted
 
 
