@@ -133,7 +133,7 @@ def resume(
         progress: object that shows progress; None shows a bar on a terminal and in a notebook, False nothing.
         on_result, sharing: as for :func:`clean`.
     """
-    return _opened(out, model, expected, progress, on_result=on_result, sharing=sharing).result()
+    return opened(out, model, progress, expected=expected, on_result=on_result, sharing=sharing).result()
 
 
 def assist(
@@ -147,30 +147,20 @@ def assist(
 
     ``model`` and ``expected`` are those of :func:`resume` in that process.
     """
-    _opened(out, model, expected, False, writes=False, sharing=Sharing(count)).help()
+    opened(out, model, False, expected=expected, writes=False, sharing=Sharing(count)).help()
 
 
-def continued(
+def opened(
     out: str | Path,
     model: Callable[[], nn.Module] | None,
-    expected: Mapping[str, Any] | None,
     progress: Progress | bool | None,
-    writes: bool = True,
-) -> CleanResult:
-    """As :func:`resume`; without ``writes`` a finished run is read again and its folder stays as it is."""
-    return _opened(out, model, expected, progress, writes).result()
-
-
-def _opened(
-    out: str | Path,
-    model: Callable[[], nn.Module] | None,
-    expected: Mapping[str, Any] | None,
-    progress: Progress | bool | None,
+    *,
+    expected: Mapping[str, Any] | None = None,
     writes: bool = True,
     on_result: Callable[[Path], None] | None = None,
     sharing: Sharing = ALONE,
 ) -> CleaningRun:
-    """The run in a folder, with the data and settings it began with."""
+    """The run in a folder, with the data and settings it began with; without ``writes`` the folder stays as it is."""
     folder = RunFolder(out, new=False, writes=writes)
     kept = folder.read_config()
     source = kept["source"]

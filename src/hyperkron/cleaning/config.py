@@ -93,7 +93,7 @@ class SilentProgress(Progress):
     """A progress that shows nothing."""
 
 
-class BarProgress:
+class BarProgress(Progress):
     """A bar by tqdm, with messages above it; ``wording`` is what becomes of a text before it is shown."""
 
     def __init__(self, wording: Callable[[str], str] = str) -> None:
@@ -101,7 +101,6 @@ class BarProgress:
         self._wording = wording
 
     def start(self, total: int) -> None:
-        """Show the bar, or change its length."""
         from tqdm import tqdm
 
         if self._bar is None:
@@ -109,19 +108,16 @@ class BarProgress:
         self._bar.total = total
 
     def advance(self, steps: int, stage: str) -> None:
-        """Move it."""
         if self._bar is not None:
             self._bar.set_description_str(stage, refresh=not steps)  # where nothing moves, say what is being done
             self._bar.update(min(steps, self._bar.total - self._bar.n))
 
     def message(self, text: str) -> None:
-        """Say it above the bar."""
         from tqdm import tqdm
 
         tqdm.write(self._wording(text), file=sys.stderr)
 
     def stop(self) -> None:
-        """Take the bar away."""
         if self._bar is not None:
             self._bar.close()
         self._bar = None

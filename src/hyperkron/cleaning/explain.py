@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hyperkron import losses
 from hyperkron.attribution import Attribution, attribute
-from hyperkron.cleaning.api import continued
+from hyperkron.cleaning.api import opened
 from hyperkron.cleaning.config import Progress
 from hyperkron.cleaning.data import InputForm, Labelled, NewRows, ReadOptions, read
 from hyperkron.cleaning.fields import read_result
@@ -112,7 +112,7 @@ def explain(
             else "name one of clean()"
         )
         raise HyperkronError(f"{str(out)!r} holds no finished run; {remedy}.")
-    result = continued(out, model, None, progress, writes=False)
+    result = opened(out, model, progress, writes=False).result()
     if isinstance(result.model, EstimatorModel):
         raise HyperkronError(
             f"out={str(out)!r}: its model is an estimator of your own, and only networks can be explained; run clean() "

@@ -247,7 +247,7 @@ class CleaningRun:
         if kept is None:
             left = max(1.0, budget - self.seconds.get("preparation", 0.0))
             self.progress.message("Measuring how long trainings and trees take, to plan for the budget")
-            kept = within(self.work, self.names, self.prepared.test is not None, left).record()
+            kept = within(self.work, self.names, self.prepared.test is not None, left)
             self.folder.log("plan", **kept)
         plan = replace(self.work.plan, epochs=kept["epochs"], least=kept["least"])
         self.work = replace(self.work, plan=plan, trees=self.work.trees and kept.get("trees", True))

@@ -124,22 +124,19 @@ def duplicate_notes(raw: Raw, of: Iterable[Hashable]) -> list[str]:
         return []
     rows = raw.rows.tolist()
     extra = sum(len(group) - 1 for group in repeated)
-    pairs = listing(f"{rows[group[0]]} = {rows[group[1]]}" for group in repeated)
+    same = listing(f"{rows[group[0]]} = {rows[group[1]]}" for group in repeated)
     verb = "repeats" if extra == 1 else "repeat"
-    notes = [f"{raw.name}: {several(extra, 'row')} {verb} the input of an earlier one and stay: rows {pairs}."]
+    notes = [f"{raw.name}: {several(extra, 'row')} {verb} the input of an earlier one and stay: rows {same}."]
     conflicting = [group for group in repeated if len({raw.labels[i] for i in group}) > 1]
     if conflicting:
         first = ({raw.labels[i]: rows[i] for i in reversed(group)} for group in conflicting)
-        shown = listing(" / ".join(f"{row} {name!r}" for name, row in sorted(f.items(), key=_row)[:4]) for f in first)
+        ranked = (sorted((row, repr(name)) for name, row in labels.items())[:4] for labels in first)
+        shown = listing(" / ".join(f"{row} {name}" for row, name in pairs) for pairs in ranked)
         notes.append(
             f"{raw.name}: {several(len(conflicting), 'input')} with conflicting labels, which cannot all be right: "
             f"rows {shown}."
         )
     return notes
-
-
-def _row(item: tuple[str | None, int]) -> int:
-    return item[1]
 
 
 def without_overlap(train: Raw, trusted: Raw, keep: bool, shared: Array) -> Raw:

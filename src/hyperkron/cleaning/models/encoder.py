@@ -299,7 +299,10 @@ def _load(name: str) -> tuple[Any, Any]:
     try:
         return _read(transformers, name, name, local=True)
     except EncoderUnavailable:
-        _reach_hub(name)
+        if trouble := _hub_trouble(name):
+            raise EncoderUnavailable(
+                f"encoder={name!r} is not on this computer and cannot be fetched ({trouble}); {_REMEDY}."
+            ) from None
     return _read(transformers, name, name, local=False)
 
 
@@ -321,14 +324,6 @@ def _hub_trouble(name: str) -> str:
     asking.start()
     asking.join(HUB_SECONDS)
     return found[-1]
-
-
-def _reach_hub(name: str) -> None:
-    """Fail at once where the hub cannot be reached or has no such model."""
-    if trouble := _hub_trouble(name):
-        raise EncoderUnavailable(
-            f"encoder={name!r} is not on this computer and cannot be fetched ({trouble}); {_REMEDY}."
-        )
 
 
 def _read(transformers: Any, place: str, name: str, *, local: bool) -> tuple[Any, Any]:

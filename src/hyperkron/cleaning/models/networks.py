@@ -178,7 +178,8 @@ def default_model(
     if len(shape) != (3 if kind == "image" else 1) or min(shape) < 1:
         form = "(channels, height, width)" if kind == "image" else "(features,)"
         raise HyperkronError(f"inputs_shape={shape} must be {form} for kind={kind!r}, the shape of one example.")
-    if kind == "image" and (hidden is None or isinstance(hidden, int)) and _fits_small_cnn(shape):
+    square = kind == "image" and shape[1] == shape[2] and 2 * SMALLEST <= shape[1] <= LARGEST
+    if square and (hidden is None or isinstance(hidden, int)):
         build = partial(small_cnn, shape[0], shape[1], classes, 32 if hidden is None else hidden)
     elif kind == "text" and hidden is None:
         build = partial(linear, shape[0], classes)
@@ -187,10 +188,6 @@ def default_model(
     with torch.device("meta"):  # bad sizes are met now; this makes nothing and draws no numbers
         build()
     return build
-
-
-def _fits_small_cnn(shape: tuple[int, ...]) -> bool:
-    return shape[1] == shape[2] and 2 * SMALLEST <= shape[1] <= LARGEST
 
 
 def load_callable(name: str) -> Callable[..., Any]:
