@@ -25,9 +25,6 @@ from hyperkron.solution import HyperkronError
 if TYPE_CHECKING:
     from hyperkron.cleaning.models.encoder import Progress as TokenProgress
 
-TEXT_HIDDEN = 128
-"""Units of the hidden layer on frozen embeddings."""
-
 
 @dataclass(frozen=True)
 class States:
@@ -137,8 +134,7 @@ def network_builder(
     if transform.layers:
         assert isinstance(transform.vectors, TextEncoder)
         return partial(transform.vectors.with_head, classes, transform.layers)
-    hidden = TEXT_HIDDEN if transform.form.kind == "text" else None
-    return model or default_model(transform.form.kind, shape, classes, hidden=hidden)
+    return model or default_model(shape, classes)
 
 
 def pick_device(name: str) -> torch.device:

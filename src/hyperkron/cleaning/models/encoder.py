@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hyperkron.cleaning.models.encoder_head import EncoderHead, Hidden, encoder_layers, mean_pool, pack
 from hyperkron.solution import HyperkronError, NonFiniteError
-from hyperkron.validation import check_interval, check_whole
+from hyperkron.validation import check_whole
 
 HUB_ENCODER = "sentence-transformers/all-MiniLM-L6-v2"
 """The encoder that is fetched where none is named or found."""
@@ -177,18 +177,18 @@ class TextEncoder:
                 states[row] = state[: len(tokens[row])].clone()
         return pack(states, self.dim, dtype)
 
-    def with_head(self, classes: int, layers: int = 0, *, dropout: float = 0.0) -> EncoderHead:
+    def with_head(self, classes: int, layers: int = 0) -> EncoderHead:
         """A classifier of the states of :meth:`prefix`: copies of the last layers and a fresh linear head, trainable.
+
+        There is no dropout, so that every evaluation of the loss is the same function.
 
         Args:
             classes: how many logits come out.
             layers: how many layers are trained beside the head.
-            dropout: of the trained layers while training; 0 keeps every evaluation of the loss the same function.
         """
         self._check_layers(layers)
         check_whole("classes", classes)
-        check_interval("dropout", dropout, 0, 1, brackets="[)")
-        head = EncoderHead(self._model, classes, layers, dropout)
+        head = EncoderHead(self._model, classes, layers)
         self._check_split(head)
         return head
 
