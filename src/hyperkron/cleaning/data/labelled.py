@@ -14,6 +14,8 @@ from hyperkron.cleaning.data.values import Array, Columns
 from hyperkron.solution import HyperkronError
 
 Kind: TypeAlias = Literal["text", "table", "image"]
+SILENT = -1
+"""In place of a class, where a source does not vote."""
 R = TypeVar("R", bound="_Rows")
 
 

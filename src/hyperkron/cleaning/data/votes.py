@@ -6,12 +6,10 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from hyperkron.cleaning.data.files import listing, np, several
-from hyperkron.cleaning.data.labelled import Frame, Raw, Roles, pick
+from hyperkron.cleaning.data.labelled import SILENT, Frame, Raw, Roles, pick
 from hyperkron.cleaning.data.values import Array, category, cells, gaps, label_names, ordered
 from hyperkron.solution import HyperkronError
 
-SILENT = -1
-"""In place of a class, where a source does not vote."""
 FURTHER = "further vote"
 """Why a line of a long table is not a row of its own."""
 

@@ -17,10 +17,10 @@ from typing import Any
 from hyperkron.cleaning.data.files import listing, np, several
 from hyperkron.cleaning.data.json_files import lines_of, read_json, read_json_lines
 from hyperkron.cleaning.data.kept import Kept
-from hyperkron.cleaning.data.labelled import Place, Raw
+from hyperkron.cleaning.data.labelled import SILENT, Place, Raw
 from hyperkron.cleaning.data.limits import ReadOptions
 from hyperkron.cleaning.data.values import Array
-from hyperkron.cleaning.data.votes import SILENT, Ballot, majority_vote
+from hyperkron.cleaning.data.votes import Ballot, majority_vote
 from hyperkron.solution import HyperkronError
 
 SUFFIXES = (".json", ".jsonl", ".jsonl.gz")

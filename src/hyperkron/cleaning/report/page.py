@@ -141,12 +141,9 @@ def _data(run: RunContents) -> str:
     givens, suggestions = _labels(run)
     about = {"page_size": PAGE_SIZE, "spark": plots.SPARK_SIZE, "givens": givens, "suggestions": suggestions}
     digest = run.config.get("data")
-    about |= {
-        "classes": run.classes,
-        "run": run.folder.resolve().name,
-        "key": digest if isinstance(digest, str) else "",
-    }
-    return embed(about | {"suspects": suspects})
+    key = digest if isinstance(digest, str) else ""
+    about |= {"classes": run.classes, "run": run.folder.resolve().name, "key": key, "suspects": suspects}
+    return embed(about)
 
 
 def _labels(run: RunContents) -> tuple[list[str], list[str]]:
@@ -180,7 +177,7 @@ def _suspect(rank: int, s: Suspect, top: float) -> dict[str, Any]:
 def _context(run: RunContents) -> dict[str, Any]:
     """What must be computed; the template takes everything else from ``run`` itself."""
     candidates = sorted(run.candidates, key=lambda c: (c.accuracy is None, -(c.accuracy or 0.0)))
-    givens, suggestions = _labels(run)
+    (givens, suggestions), sources = _labels(run), run.result.children("sources")
     return {
         "run": run,
         "name": run.folder.resolve().name,
@@ -196,8 +193,8 @@ def _context(run: RunContents) -> dict[str, Any]:
         "corrections": _corrections(run),
         "bars": _histogram(run),
         "noise": plots.noise_table(run.classes, run.matrix) if run.matrix else None,
-        "sources": run.result.children("sources"),
-        "reliability": [x for x in (s.number("right") for s in run.result.children("sources")) if x is not None],
+        "sources": sources,
+        "reliability": [right for s in sources if (right := s.number("right")) is not None],
         "per_class": {fields.label("name"): fields for fields in run.result.children("per_class")},
         "few_per_class": FEW_PER_CLASS,
         "config": [pair for pair in wording.settings(run.config) if pair[0] not in ("format", "command")],

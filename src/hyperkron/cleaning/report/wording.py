@@ -119,7 +119,7 @@ def few_trusted(run: RunContents) -> bool:
     return rows is not None and few(rows, len(run.classes))
 
 
-def interval(low: float | None, high: float | None, digits: int = 1) -> str:
+def interval(low: float | None, high: float | None) -> str:
     """An interval of shares.
 
     Example:
@@ -128,9 +128,7 @@ def interval(low: float | None, high: float | None, digits: int = 1) -> str:
     """
     if low is None or high is None:
         return UNKNOWN
-    return (
-        f"at least {percent(low, digits)}" if high >= 0.9995 else f"{percent(low, digits)} to {percent(high, digits)}"
-    )
+    return f"at least {percent(low)}" if high >= 0.9995 else f"{percent(low)} to {percent(high)}"
 
 
 def of_rows(accuracy: float | None, rows: float | None) -> str:
