@@ -11,7 +11,8 @@ from torch import nn
 
 from hyperkron.cleaning.config import CleanConfig, Progress, shown_progress
 from hyperkron.cleaning.data import ReadOptions, row_hashes
-from hyperkron.cleaning.folder import FORMAT, RunFolder, replacing
+from hyperkron.cleaning.fields import FORMAT
+from hyperkron.cleaning.folder import RunFolder, replacing
 from hyperkron.cleaning.given import Given
 from hyperkron.cleaning.own import Own, own_paths
 from hyperkron.cleaning.prepare import refuse_early
@@ -84,9 +85,8 @@ def clean(
         (160, 'hyperkron')
     """
     shown, config = shown_progress(progress), config or CleanConfig()
-    sources = {"train": train, "trusted": trusted, "test": test, "reading": reading}
-    plain, brought = None if out is None else plain_sources(sources), own_paths(probabilities, embeddings)
-    plain = None if brought is None else plain
+    brought = own_paths(probabilities, embeddings)
+    plain = None if out is None or brought is None else plain_sources(train, trusted, test, reading)
     with replacing(out, overwrite, shown.message):
         how = ReadOptions(charset=reading.get("charset") or ReadOptions.charset)
         hashes = None if plain is None else row_hashes(plain["train"], how, "train")  # before reading: never later ones

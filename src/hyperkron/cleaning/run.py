@@ -190,7 +190,7 @@ class CleaningRun:
         try:
             encoder, notes = load_encoder(self.encoder, device=self.device, required=self.config.layers > 0)
         except EncoderUnavailable as error:
-            began = recorded.recorded_encoder(self.folder.read_config()) if self.folder.kept else None
+            began = self.folder.read_config().get("encoder") if self.folder.kept else None
             if began is None:
                 raise
             raise EncoderUnavailable(f"The run began with the encoder {began['name']!r}. {error}") from error
