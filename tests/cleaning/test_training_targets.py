@@ -183,7 +183,7 @@ def test_every_candidate_is_delivered_as_it_is_judged(monkeypatch: pytest.Monkey
     true = Work.fit
 
     def fit(self: Work, targets: Any, plan: TrainingPlan, stage: str, *, seeds: Any) -> Any:
-        if stage.startswith(("judge-", "network-")):
+        if stage.startswith(("judging ", "training ")):
             seen[stage] = [plan, *(int((t.rows < 120).sum()) for t in targets)]
         return true(self, targets, plan, stage, seeds=seeds)
 
@@ -192,7 +192,7 @@ def test_every_candidate_is_delivered_as_it_is_judged(monkeypatch: pytest.Monkey
     found = clean(data.train, data.trusted, test=data.test, model=build, config=config)
     assert found.candidates[0]["rows"] == 24
     for name, rate in ((OURS, 3.0), ("pooled", 1.0)):
-        (plan, *rows), (delivered, all_rows) = seen[f"judge-{name}"], seen[f"network-{name}"]
+        (plan, *rows), (delivered, all_rows) = seen[f"judging {name}"], seen[f"training {name}"]
         assert plan == delivered and plan.rate == rate * TrainingPlan().rate
         assert rows == [all_rows] * 5 == [120] * 5
 

@@ -183,7 +183,7 @@ def delivered(name: str, work: Work, outcome: Outcome) -> nn.Module:
     made: list[nn.Module] = []
 
     def compute() -> dict[str, Tensor]:
-        made.extend(fitted(name, [work], [outcome], f"network-{name}"))
+        made.extend(fitted(name, [work], [outcome], f"training {name}"))
         return dict(made[0].state_dict())
 
     weights = work.stages(f"network-{name}", compute)
@@ -202,7 +202,7 @@ def judged(name: str, views: Sequence[Work], outcomes: Sequence[Outcome]) -> Ten
 
     def compute() -> dict[str, Tensor]:
         found = torch.zeros(len(first.given), first.classes, device=first.device)
-        for view, network in zip(views, fitted(name, views, outcomes, f"judge-{name}"), strict=True):
+        for view, network in zip(views, fitted(name, views, outcomes, f"judging {name}"), strict=True):
             found[view.held_out] = predict(network, view.inputs, view.held_out)
         return {"asked": found}
 

@@ -136,18 +136,6 @@ def _in_notebook() -> bool:
     return type(shell).__name__ == "ZMQInteractiveShell"
 
 
-def stage_in_words(stage: str) -> str:
-    """What a person is told of a stage.
-
-    Example:
-        >>> stage_in_words("network-small-loss"), stage_in_words("judge-small-loss"), stage_in_words("pooled expert")
-        ('training small-loss', 'judging small-loss', 'pooled expert')
-    """
-    kind, _, name = stage.partition("-")
-    doing = {"judge": "judging", "network": "training"}.get(kind)
-    return stage if doing is None else f"{doing} {name}"
-
-
 class EmbeddingBar:
     """A bar of its own while texts are embedded; its unit is tokens, and every list of texts begins again."""
 

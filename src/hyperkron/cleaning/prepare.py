@@ -175,7 +175,6 @@ def prepare(
     Texts without an ``encoder`` get hashed n-grams; ``model`` makes a fresh network, None takes the default; ``cache``
     is a folder that keeps embeddings; ``progress`` is that of embedding.
     """
-    refuse_early(parts, config, model)
     classes, form, rows = len(parts[0].classes), InputForm.of(parts[0]), [part.inputs for part in parts]
     vectors: TextEncoder | HashedNgrams | None = encoder
     if form.kind == "text" and encoder is None:

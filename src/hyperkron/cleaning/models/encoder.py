@@ -10,9 +10,8 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,8 +44,7 @@ class EncoderUnavailable(HyperkronError):
     """A text encoder that is not available here; the message says why and what to do."""
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """Which encoder, and whether somebody asked for it by name."""
 
     name: str
