@@ -16,8 +16,8 @@ DATA, SHARE = "digits", 0.1  # "data/mnist" for MNIST's IDX files in that folder
 def rows() -> tuple[Tensor, Tensor]:
     x, y = (torch.tensor(z) for z in load_digits(return_X_y=True))
     if DATA != "digits":
-        found = hk.cleaning.data.idx.mnist(DATA)
-        x, y = found.images * 16, found.labels
+        found = hk.cleaning.data.read(DATA)
+        x, y = torch.tensor(found.inputs).flatten(1) / 255 * 16, torch.tensor(found.labels)
     order = torch.randperm(len(x))[:1797]
     return x[order].float() / 8 - 1, y[order]
 

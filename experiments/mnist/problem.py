@@ -14,10 +14,9 @@ import hyperkron as hk
 from experiments import records
 from experiments.paper import networks
 from experiments.paper.cleaning import Part, Split, loss_and_error, noisy_split, pretrain, problem
-from experiments.paper.datasets import Images
+from experiments.paper.datasets import read_mnist
 from experiments.trial import Looks
 from hyperkron.algorithms import Examples
-from hyperkron.cleaning.data import mnist
 
 DECAY = 1e-3
 DAMPINGS = (1e-2, 1e-1, 1.0, 10.0)
@@ -38,8 +37,7 @@ SOLVER = {
 
 def noisy_mnist(folder: str | Path, counts: tuple[int, int, int], seed: int = 0) -> Split:
     """MNIST's training part cut at random into training, validation and second validation; noise in the first."""
-    data = mnist(folder)
-    return noisy_split(Images((data.images, data.labels), (data.test_images, data.test_labels)), counts, seed)
+    return noisy_split(read_mnist(folder), counts, seed)
 
 
 # --- how much is run ---------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hyperkron.cleaning.data import Labelled, read
-from hyperkron.cleaning.data.arrays import mnist as read_mnist
+from hyperkron.cleaning.data import Labelled, read, read_idx
+from hyperkron.cleaning.data.arrays import find_idx
 from hyperkron.solution import HyperkronError
 
 
@@ -45,8 +45,22 @@ class Images:
 
 def mnist(folder: str | Path | None = None, name: str = "mnist") -> Images:
     """MNIST (60 000 and 10 000 images), or ``fashion_mnist``, from its IDX files."""
-    data = read_mnist(find(name, folder))
-    return Images((data.images, data.labels), (data.test_images, data.test_labels))
+    return read_mnist(find(name, folder))
+
+
+def read_mnist(folder: str | Path) -> Images:
+    """MNIST, or a dataset of the same form, from the four IDX files in a folder, each with or without ``.gz``."""
+    parts = []
+    for part in ("train", "t10k"):
+        images, labels = (
+            read_idx(find_idx(Path(folder), f"{part}-{what}-ubyte")) for what in ("images-idx3", "labels-idx1")
+        )
+        if len(images) != len(labels):
+            raise HyperkronError(
+                f"folder={str(folder)!r} holds {len(images)} images but {len(labels)} labels; fetch it again."
+            )
+        parts.append((images.flatten(1) / 255, labels.long()))
+    return Images(*parts)
 
 
 def cifar10(folder: str | Path | None = None) -> Images:

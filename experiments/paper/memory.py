@@ -78,7 +78,7 @@ def _step(settings: Settings, layers: int, device: torch.device, algorithm: Algo
     config._attn_implementation = "eager"  # double backward needs it
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = EncoderHead(BertModel(config, add_pooling_layer=False), settings.classes, layers, 0.0).to(device)
+        model = EncoderHead(BertModel(config, add_pooling_layer=False), settings.classes, layers).to(device)
     count = settings.batch
     hidden = torch.randn(count, settings.tokens, settings.hidden, generator=torch.Generator().manual_seed(1)).to(device)
     mask = torch.ones(count, settings.tokens, dtype=torch.bool, device=device)

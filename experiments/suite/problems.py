@@ -26,8 +26,7 @@ from torch import Tensor, nn
 
 import hyperkron as hk
 from experiments.paper.cleaning import loss_and_error, noisy_split
-from experiments.paper.datasets import Images
-from hyperkron.cleaning.data import mnist
+from experiments.paper.datasets import read_mnist
 
 FLOOR = 1e-16
 """What a suboptimality within rounding of zero, or below, is written as."""
@@ -219,9 +218,9 @@ class Digits(Sized):
     name = "digits"
 
     def __init__(self, folder: str | Path, train: int = 24_700, count: int = 21, seed: int = 0) -> None:
-        data = mnist(folder)
-        images = torch.cat([data.images, data.test_images]).double()
-        labels = (torch.cat([data.labels, data.test_labels]) == 9).double()
+        data = read_mnist(folder)
+        images = torch.cat([data.train[0], data.test[0]]).double()
+        labels = (torch.cat([data.train[1], data.test[1]]) == 9).double()
         centred = images - images.mean(0)
         values, vectors = torch.linalg.eigh(centred.T @ centred)
         components = centred @ vectors[:, values.argsort(descending=True)[:count]]
@@ -259,9 +258,7 @@ def cleaning(
     dtype: torch.dtype = torch.float32,
 ) -> Case:
     """Hypercleaning of MNIST with a linear model; ``noise`` is the share of training labels drawn anew."""
-    data = mnist(folder)
-    images = Images((data.images, data.labels), (data.test_images, data.test_labels))
-    split = noisy_split(images, (train, validation, 0), 0, noise, clip)
+    split = noisy_split(read_mnist(folder), (train, validation, 0), 0, noise, clip)
     training, validating, testing = ((x.to(dtype), y) for x, y in (split.train, split.validation, split.test))
 
     def inner(model: nn.Module, weights: nn.Module, batch: Any) -> hk.losses.Loss:

@@ -15,7 +15,7 @@ import torch
 from blobs import blobs, quicken, write_csv
 from hyperkron.attribution import Attribution
 from hyperkron.cleaning import CleanConfig, alternatives, clean, explain
-from hyperkron.cleaning.api import continued
+from hyperkron.cleaning.api import opened
 from hyperkron.cleaning.config import FOREST, NETWORK
 from hyperkron.cleaning.explain import Explained, Explanation, Witness
 from hyperkron.cleaning.report import write_explanation
@@ -174,7 +174,7 @@ def test_many_queries_are_cut_with_a_message(folder: Path, monkeypatch: pytest.M
 
 def test_reopening_gives_the_result_that_was(folder: Path) -> None:
     told = json.loads((folder / "run" / "result.json").read_text())
-    assert continued(folder / "run", None, None, None, writes=False).verdict == told["verdict"]
+    assert opened(folder / "run", None, None, writes=False).result().verdict == told["verdict"]
 
 
 @pytest.mark.long

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from blobs import Watch, blobs, quicken, write_csv
 from hyperkron.cleaning import CleanConfig, clean, recorded, resume
 from hyperkron.cleaning.api import assist
+from hyperkron.cleaning.folder import RunFolder
 from hyperkron.cleaning.models import HASHED, TextEncoder
 from hyperkron.cli import main
 from hyperkron.cli.options import CLEAN, RECORDED
@@ -364,8 +365,10 @@ def test_settings_are_compared_by_value() -> None:
 
 
 @pytest.mark.parametrize("encoder", [5, [1], "name", {"name": 7, "sha256": None}, {"name": "x"}])
-def test_an_odd_record_of_the_encoder(encoder: Any) -> None:
-    kept = {"encoder": encoder, "config": {"encoder": None}}
-    with pytest.raises(HyperkronError, match=r"config\.json: encoder=.* is not what a run writes; restore the file"):
-        recorded.encoder_to_load(kept, {})
+def test_an_odd_record_of_the_encoder(encoder: Any, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, new=True)
+    source = dict.fromkeys(("source", "model", "command"))
+    folder.write_json("config.json", {"format": 1, **source, "data": "", "config": asdict(CONFIG), "encoder": encoder})
+    with pytest.raises(HyperkronError, match=r"config\.json: encoder.* is not what a run has there; restore the file"):
+        folder.read_config()
     assert recorded.environment_notes(encoder, recorded.environment(CPU))

@@ -238,7 +238,7 @@ def test_what_cannot_be_resumed_says_why(files: Files, tmp_path: Path) -> None:
         resume(tmp_path / "own")
     for text in ("{", '{"format": 99}', "[]"):
         (tmp_path / "config.json").write_text(text)
-        with pytest.raises(HyperkronError, match="begin a new run"):
+        with pytest.raises(HyperkronError, match="restore the file or run `hyperkron clean` again"):
             resume(tmp_path)
 
 

@@ -20,6 +20,10 @@ from hyperkron.training import CheckpointError, Interrupted
 from hyperkron.training.locks import FolderLock
 
 
+def shared_stages(folder: Path) -> SharedStages:
+    return SharedStages(folder, "", torch.device("cpu"), lambda: None)
+
+
 def test_a_stage_is_computed_by_the_first_and_awaited_by_the_second(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(stages, "SECONDS_BETWEEN_LOOKS", 0.01)
     computed: list[str] = []
@@ -31,10 +35,10 @@ def test_a_stage_is_computed_by_the_first_and_awaited_by_the_second(tmp_path: Pa
         assert may_end.wait(60)
         return {"x": torch.ones(2)}
 
-    first = threading.Thread(target=lambda: SharedStages(tmp_path)("one", slow))
+    first = threading.Thread(target=lambda: shared_stages(tmp_path)("one", slow))
     first.start()
     assert begun.wait(60)
-    second, found = SharedStages(tmp_path), list[Any]()
+    second, found = shared_stages(tmp_path), list[Any]()
     assert second.taken("one") and not second.taken("two")
     assert list(in_turn(second, ["one", "two", "three"], "")) == ["two", "three", "one"]
     waiting = threading.Thread(target=lambda: found.append(second("one", lambda: computed.append("second") or {})))
@@ -50,8 +54,8 @@ def test_a_claim_ends_with_an_error(tmp_path: Path) -> None:
         raise ArithmeticError
 
     with pytest.raises(ArithmeticError):
-        SharedStages(tmp_path)("one", fails)
-    other = SharedStages(tmp_path)
+        shared_stages(tmp_path)("one", fails)
+    other = shared_stages(tmp_path)
     assert not other.taken("one") and other("one", lambda: {"x": torch.zeros(1)})["x"].tolist() == [0]
     assert list(in_turn(Stages(None), ["b", "a"], "")) == ["b", "a"]  # one process keeps the order
 
@@ -62,7 +66,7 @@ def test_a_claim_that_cannot_be_made_is_an_error_and_not_a_wait(tmp_path: Path, 
 
     monkeypatch.setattr("hyperkron.cleaning.stages.time.sleep", waits)
     (tmp_path / "claims").write_text("")
-    shared = SharedStages(tmp_path)
+    shared = shared_stages(tmp_path)
     with pytest.raises(CheckpointError, match="could not be locked"):
         shared("one", lambda: {"x": torch.zeros(1)})
     with pytest.raises(CheckpointError, match="could not be locked"):

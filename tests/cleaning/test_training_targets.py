@@ -62,9 +62,10 @@ def test_the_loss_is_the_weighted_sum_of_both_terms() -> None:
     scaled = evidence[part] - evidence[part].max(1, keepdim=True).values  # a row's scale does not matter
     expected = -weight[part] * (f * scaled.exp()).sum(1).log()
     expected = expected - belief[part] * f[torch.arange(3), label[part]].log()
-    assert torch.allclose(one.loss(output[part], part), expected.mean(), atol=1e-12)
+    assert torch.allclose(one.objective(output[part], part).value, expected.mean(), atol=1e-12)
     without = TrainingTargets(one.rows, evidence, None, (label, torch.zeros(5).double()))
-    assert torch.allclose(without.loss(output[part], part), likelihood(output[part], evidence[part]).value, atol=1e-12)
+    through = likelihood(output[part], evidence[part]).value
+    assert torch.allclose(without.objective(output[part], part).value, through, atol=1e-12)
 
 
 @pytest.mark.parametrize("gamma", [0.2, 1.0])
@@ -87,7 +88,7 @@ def test_rows_count_as_the_posterior_says(gamma: float) -> None:
     assert torch.allclose(found.weight[:4] + belief[:4], torch.ones(4))  # a trusted row counts once
     output = drawn(12, 3, seed=4).float()
     plain = F.cross_entropy(output[:4], GIVEN[TRUSTED])
-    assert torch.allclose(found.loss(output[:4], torch.arange(4)), plain, atol=1e-4)
+    assert torch.allclose(found.objective(output[:4], torch.arange(4)).value, plain, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +183,7 @@ def test_every_candidate_is_delivered_as_it_is_judged(monkeypatch: pytest.Monkey
     true = Work.fit
 
     def fit(self: Work, targets: Any, plan: TrainingPlan, stage: str, *, seeds: Any) -> Any:
-        if stage.startswith(("judge-", "network-")):
+        if stage.startswith(("judging ", "training ")):
             seen[stage] = [plan, *(int((t.rows < 120).sum()) for t in targets)]
         return true(self, targets, plan, stage, seeds=seeds)
 
@@ -191,7 +192,7 @@ def test_every_candidate_is_delivered_as_it_is_judged(monkeypatch: pytest.Monkey
     found = clean(data.train, data.trusted, test=data.test, model=build, config=config)
     assert found.candidates[0]["rows"] == 24
     for name, rate in ((OURS, 3.0), ("pooled", 1.0)):
-        (plan, *rows), (delivered, all_rows) = seen[f"judge-{name}"], seen[f"network-{name}"]
+        (plan, *rows), (delivered, all_rows) = seen[f"judging {name}"], seen[f"training {name}"]
         assert plan == delivered and plan.rate == rate * TrainingPlan().rate
         assert rows == [all_rows] * 5 == [120] * 5
 

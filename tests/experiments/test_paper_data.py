@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import struct
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,33 @@ def test_data_are_found_by_argument_variable_and_default(tmp_path: Path, monkeyp
     assert datasets.find("mnist") == Path("data/mnist")
     with pytest.raises(HyperkronError, match=r"'cifar10' were not found \(looked at data"):
         datasets.find("cifar10")
+
+
+def _idx(shape: tuple[int, ...], elements: bytes) -> bytes:
+    return bytes([0, 0, 8, len(shape)]) + struct.pack(f">{len(shape)}I", *shape) + elements
+
+
+def _write_mnist(folder: Path, labels: bytes = b"\x07\x02") -> None:
+    for part in ("train", "t10k"):
+        (folder / f"{part}-images-idx3-ubyte").write_bytes(_idx((2, 2, 2), bytes([0, 255, 51, 0, 0, 0, 0, 102])))
+        packed = gzip.compress(_idx((len(labels),), labels))
+        (folder / f"{part}-labels-idx1-ubyte.gz").write_bytes(packed)
+
+
+def test_mnist_compressed_or_not(tmp_path: Path) -> None:
+    _write_mnist(tmp_path)
+    data = datasets.read_mnist(tmp_path)
+    torch.testing.assert_close(data.train[0], torch.tensor([[0, 1, 0.2, 0], [0, 0, 0, 0.4]]))
+    assert data.test[1].tolist() == [7, 2]
+    assert data.train[1].dtype is torch.int64
+
+
+def test_mnist_says_what_is_wrong(tmp_path: Path) -> None:
+    with pytest.raises(HyperkronError, match="has neither train-images"):
+        datasets.read_mnist(tmp_path)
+    _write_mnist(tmp_path, b"\x01")
+    with pytest.raises(HyperkronError, match="2 images but 1 labels"):
+        datasets.read_mnist(tmp_path)
 
 
 def test_cifar_sheets_are_cut_into_tiles_in_order(tmp_path: Path) -> None:

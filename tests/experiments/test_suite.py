@@ -15,6 +15,7 @@ import torch
 import hyperkron as hk
 from experiments import records
 from experiments.mnist import compare as cleaning
+from experiments.paper.datasets import Images
 from experiments.suite import problems, sample_size, tables
 from experiments.suite import tuned as suite
 
@@ -272,12 +273,9 @@ def test_a_setting_that_diverges_gives_its_place_to_the_next(monkeypatch: pytest
 
 def test_digits_are_divided_as_they_should_be(tmp_path: Path) -> None:
     images = torch.rand(30, 28, 28, generator=torch.Generator().manual_seed(0))
-    data = SimpleNamespace(
-        images=images[:20].flatten(1), labels=torch.arange(20) % 10, test_images=images[20:].flatten(1)
-    )
-    data.test_labels = torch.arange(10)
+    data = Images((images[:20].flatten(1), torch.arange(20) % 10), (images[20:].flatten(1), torch.arange(10)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(problems, "mnist", lambda folder: data)
+        patch.setattr(problems, "read_mnist", lambda folder: data)
         made = problems.Digits(tmp_path, train=12, count=3)
     x, y = (torch.cat(pair) for pair in zip(made.train, made.validation, strict=True))
     assert len(made.train[0]) == 12 and x.shape == (30, 4) and y.sum() == 3

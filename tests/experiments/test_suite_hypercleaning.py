@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from experiments import records
+from experiments.paper.datasets import Images
 from experiments.suite import problems
 from experiments.suite import published_hypercleaning as published
 
@@ -25,8 +25,8 @@ def case(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     generator = torch.Generator().manual_seed(0)
     images, labels = torch.rand(500, 12, generator=generator), torch.randint(10, (500,), generator=generator)
     images[:, 0] = (torch.rand(500, generator=generator) < 0.01).float()  # a pixel that is seldom there
-    data = SimpleNamespace(images=images, labels=labels, test_images=images[:50], test_labels=labels[:50])
-    monkeypatch.setattr(problems, "mnist", lambda folder: data)
+    data = Images((images, labels), (images[:50], labels[:50]))
+    monkeypatch.setattr(problems, "read_mnist", lambda folder: data)
     return published.cleaning(tmp_path, 0.5, 300, 200, clip=math.inf, dtype=torch.float64)
 
 

@@ -18,7 +18,7 @@ from hyperkron import losses
 from hyperkron.algorithms import Algorithm, BatchSources, State, StepReport, derivatives
 from hyperkron.cleaning.config import ALTERNATIVES, BOOSTED, FOREST, NETWORK, OURS
 from hyperkron.cleaning.evidence import label_evidence, noise_matrix_from_trusted, of_label
-from hyperkron.cleaning.filters import agreeing, confident, neighbour_votes
+from hyperkron.cleaning.filters import confident, neighbour_votes
 from hyperkron.cleaning.learners import chosen_learner, grow
 from hyperkron.cleaning.method import Outcome, certainty, vectors
 from hyperkron.cleaning.models import trees
@@ -113,7 +113,8 @@ def _kept(name: str, work: Work, outcome: Outcome) -> Tensor:
     if name == "cleanlab":
         kept = _kept_by_cleanlab(outcome.noisy_expert[noisy], given)
     elif name == "neighbours":
-        kept = agreeing(neighbour_votes(vectors(work, noisy), given, work.classes, seed=work.config.seed), given)
+        votes = neighbour_votes(vectors(work, noisy), given, work.classes, seed=work.config.seed)
+        kept = (votes.argmax(1) == given).nonzero()[:, 0]
     else:
         assert outcome.noisy_forest is not None
         kept = confident(outcome.noisy_forest[noisy], given)
@@ -182,7 +183,7 @@ def delivered(name: str, work: Work, outcome: Outcome) -> nn.Module:
     made: list[nn.Module] = []
 
     def compute() -> dict[str, Tensor]:
-        made.extend(fitted(name, [work], [outcome], f"network-{name}"))
+        made.extend(fitted(name, [work], [outcome], f"training {name}"))
         return dict(made[0].state_dict())
 
     weights = work.stages(f"network-{name}", compute)
@@ -201,7 +202,7 @@ def judged(name: str, views: Sequence[Work], outcomes: Sequence[Outcome]) -> Ten
 
     def compute() -> dict[str, Tensor]:
         found = torch.zeros(len(first.given), first.classes, device=first.device)
-        for view, network in zip(views, fitted(name, views, outcomes, f"judge-{name}"), strict=True):
+        for view, network in zip(views, fitted(name, views, outcomes, f"judging {name}"), strict=True):
             found[view.held_out] = predict(network, view.inputs, view.held_out)
         return {"asked": found}
 

@@ -30,9 +30,8 @@ import torch
 from torch import Tensor
 
 from hyperkron.cleaning.choice import wilson
+from hyperkron.cleaning.data.labelled import SILENT
 
-SILENT = -1
-"""In place of a class, where a source does not vote."""
 ITERATIONS = 10
 """Of expectation maximisation."""
 SHRINKAGE = 100.0

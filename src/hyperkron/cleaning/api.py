@@ -11,7 +11,8 @@ from torch import nn
 
 from hyperkron.cleaning.config import CleanConfig, Progress, shown_progress
 from hyperkron.cleaning.data import ReadOptions, row_hashes
-from hyperkron.cleaning.folder import FORMAT, RunFolder, replacing
+from hyperkron.cleaning.fields import FORMAT
+from hyperkron.cleaning.folder import RunFolder, replacing
 from hyperkron.cleaning.given import Given
 from hyperkron.cleaning.own import Own, own_paths
 from hyperkron.cleaning.prepare import refuse_early
@@ -84,9 +85,8 @@ def clean(
         (160, 'hyperkron')
     """
     shown, config = shown_progress(progress), config or CleanConfig()
-    sources = {"train": train, "trusted": trusted, "test": test, "reading": reading}
-    plain, brought = None if out is None else plain_sources(sources), own_paths(probabilities, embeddings)
-    plain = None if brought is None else plain
+    brought = own_paths(probabilities, embeddings)
+    plain = None if out is None or brought is None else plain_sources(train, trusted, test, reading)
     with replacing(out, overwrite, shown.message):
         how = ReadOptions(charset=reading.get("charset") or ReadOptions.charset)
         hashes = None if plain is None else row_hashes(plain["train"], how, "train")  # before reading: never later ones
@@ -133,7 +133,7 @@ def resume(
         progress: object that shows progress; None shows a bar on a terminal and in a notebook, False nothing.
         on_result, sharing: as for :func:`clean`.
     """
-    return _opened(out, model, expected, progress, on_result=on_result, sharing=sharing).result()
+    return opened(out, model, progress, expected=expected, on_result=on_result, sharing=sharing).result()
 
 
 def assist(
@@ -147,30 +147,20 @@ def assist(
 
     ``model`` and ``expected`` are those of :func:`resume` in that process.
     """
-    _opened(out, model, expected, False, writes=False, sharing=Sharing(count)).help()
+    opened(out, model, False, expected=expected, writes=False, sharing=Sharing(count)).help()
 
 
-def continued(
+def opened(
     out: str | Path,
     model: Callable[[], nn.Module] | None,
-    expected: Mapping[str, Any] | None,
     progress: Progress | bool | None,
-    writes: bool = True,
-) -> CleanResult:
-    """As :func:`resume`; without ``writes`` a finished run is read again and its folder stays as it is."""
-    return _opened(out, model, expected, progress, writes).result()
-
-
-def _opened(
-    out: str | Path,
-    model: Callable[[], nn.Module] | None,
-    expected: Mapping[str, Any] | None,
-    progress: Progress | bool | None,
+    *,
+    expected: Mapping[str, Any] | None = None,
     writes: bool = True,
     on_result: Callable[[Path], None] | None = None,
     sharing: Sharing = ALONE,
 ) -> CleaningRun:
-    """The run in a folder, with the data and settings it began with."""
+    """The run in a folder, with the data and settings it began with; without ``writes`` the folder stays as it is."""
     folder = RunFolder(out, new=False, writes=writes)
     kept = folder.read_config()
     source = kept["source"]

@@ -157,7 +157,7 @@ class Stack(NetworkGroup):
         filled = [torch.full((len(t.rows),), otherwise) if p is None else p for p, t in zip(parts, like, strict=True)]
         return torch.cat([part.to(self._values) for part in filled])
 
-    def loss(self, parts: Sequence[Tensor]) -> Tensor:
+    def forward(self, parts: Sequence[Tensor]) -> Tensor:
         share: Tensor | float
         if all(len(part) == len(parts[0]) for part in parts):
             at, share = torch.stack(list(parts)), 1 / len(parts[0])

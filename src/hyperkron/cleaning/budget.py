@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -67,9 +67,9 @@ def _of_candidate(name: str, works: list[Work]) -> int:
     return learning + _side_by_side(works[0].last, rows[:1] if name in BLIND else rows)
 
 
-def seconds_per_step(work: Work, steps: int = 20) -> float:
+def seconds_per_step(work: Work) -> float:
     """Of a network and batch of this run, measured on one that is thrown away; side by side a step takes less."""
-    plan = replace(work.plan, epochs=0.001, least=steps)
+    plan = replace(work.plan, epochs=0.001, least=20)
     rows = work.noisy[: max(work.plan.batch * 8, 16)]
     targets = TrainingTargets(rows, work.known(rows))
     train(work.build, work.inputs, targets, replace(plan, least=3), seed=0)
@@ -87,17 +87,14 @@ Fit = tuple[str, int]
 def tree_fits(work: Work, names: list[str], test: bool) -> list[Fit]:
     """The fits of trees of a whole run: of the method, and of the candidates among ``names``."""
     views, rows = len(work.views()), len(work.noisy) + len(work.trusted)
-    found = [fit for name in names for fit in _fits_of_candidate(name, views + test, rows)]
+    kinds = {"forest": FOREST, "boosted": BOOSTED}
+    found = [(kinds[name], rows) for name in names if name in TREES for _ in range(views + test)]
     if work.trees:  # the noisy forest, and those of the cleaned labels
         found += [(FOREST, rows)] * (2 + views)
     if work.trees and work.tree_model:  # both kinds of each half are asked; at most one is fitted to all rows
         halves = [(kind, -(-rows // 2)) for kind in (FOREST, BOOSTED) for _ in range(2)]
         found += [*halves, (FOREST, rows)] * (1 + views)
     return found
-
-
-def _fits_of_candidate(name: str, times: int, rows: int) -> list[Fit]:
-    return [({"forest": FOREST, "boosted": BOOSTED}[name], rows)] * times if name in TREES else []
 
 
 def seconds_per_fit(work: Work, kinds: set[str]) -> dict[Fit, float]:
@@ -128,30 +125,11 @@ def seconds_of(fits: list[Fit], measured: dict[Fit, float]) -> float:
     return total
 
 
-@dataclass(frozen=True)
-class Fitted:
-    """What a run does to end in time.
+def within(work: Work, names: list[str], test: bool, seconds: float) -> dict[str, Any]:
+    """What fits into this many seconds, as the log of a run keeps it.
 
-    Attributes:
-        plan: of a full training.
-        names: the alternatives that stay.
-        trees: whether trees are among the experts, and may be delivered in place of a network.
-        messages: about what was given up.
-    """
-
-    plan: TrainingPlan
-    names: list[str]
-    trees: bool
-    messages: list[str]
-
-    def record(self) -> dict[str, Any]:
-        """As the log of a run keeps it."""
-        kept = {"epochs": self.plan.epochs, "least": self.plan.least, "compare": self.names}
-        return kept | {"trees": self.trees, "messages": self.messages}
-
-
-def within(work: Work, names: list[str], test: bool, seconds: float) -> Fitted:
-    """What fits into this many seconds.
+    ``epochs`` and ``least`` are those of a full training, ``compare`` the alternatives that stay; ``trees`` says
+    whether these are among the experts and may be delivered, and ``messages`` what was given up.
 
     Where networks without any alternative would take too long with the trees of the method, those are given up. Then
     training is shortened, to a third of its epochs at most; then alternatives are left out, most expensive first.
@@ -185,4 +163,5 @@ def within(work: Work, names: list[str], test: bool, seconds: float) -> Fitted:
             messages.append(f"'{name}' is left out of the comparison {why}")
     if (still := expected(plan, names)) > seconds:
         messages.append(f"This will still take about {still:.0f} s, more than the {seconds:.0f} s left of the budget.")
-    return Fitted(plan, names, work.trees, messages)
+    kept = {"epochs": plan.epochs, "least": plan.least, "compare": names}
+    return kept | {"trees": work.trees, "messages": messages}

@@ -93,7 +93,7 @@ class SilentProgress(Progress):
     """A progress that shows nothing."""
 
 
-class BarProgress:
+class BarProgress(Progress):
     """A bar by tqdm, with messages above it; ``wording`` is what becomes of a text before it is shown."""
 
     def __init__(self, wording: Callable[[str], str] = str) -> None:
@@ -101,7 +101,6 @@ class BarProgress:
         self._wording = wording
 
     def start(self, total: int) -> None:
-        """Show the bar, or change its length."""
         from tqdm import tqdm
 
         if self._bar is None:
@@ -109,19 +108,16 @@ class BarProgress:
         self._bar.total = total
 
     def advance(self, steps: int, stage: str) -> None:
-        """Move it."""
         if self._bar is not None:
             self._bar.set_description_str(stage, refresh=not steps)  # where nothing moves, say what is being done
             self._bar.update(min(steps, self._bar.total - self._bar.n))
 
     def message(self, text: str) -> None:
-        """Say it above the bar."""
         from tqdm import tqdm
 
         tqdm.write(self._wording(text), file=sys.stderr)
 
     def stop(self) -> None:
-        """Take the bar away."""
         if self._bar is not None:
             self._bar.close()
         self._bar = None
@@ -138,18 +134,6 @@ def shown_progress(asked: Progress | bool | None) -> Progress:
 def _in_notebook() -> bool:
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return type(shell).__name__ == "ZMQInteractiveShell"
-
-
-def stage_in_words(stage: str) -> str:
-    """What a person is told of a stage.
-
-    Example:
-        >>> stage_in_words("network-small-loss"), stage_in_words("judge-small-loss"), stage_in_words("pooled expert")
-        ('training small-loss', 'judging small-loss', 'pooled expert')
-    """
-    kind, _, name = stage.partition("-")
-    doing = {"judge": "judging", "network": "training"}.get(kind)
-    return stage if doing is None else f"{doing} {name}"
 
 
 class EmbeddingBar:

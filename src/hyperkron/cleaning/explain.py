@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from hyperkron import losses
 from hyperkron.attribution import Attribution, attribute
-from hyperkron.cleaning.api import continued
+from hyperkron.cleaning.api import opened
 from hyperkron.cleaning.config import Progress
-from hyperkron.cleaning.data import InputForm, Labelled, ReadOptions, read
+from hyperkron.cleaning.data import InputForm, Labelled, NewRows, ReadOptions, read
 from hyperkron.cleaning.fields import read_result
 from hyperkron.cleaning.folder import RunFolder, shown
 from hyperkron.cleaning.own import EstimatorModel
@@ -112,7 +112,7 @@ def explain(
             else "name one of clean()"
         )
         raise HyperkronError(f"{str(out)!r} holds no finished run; {remedy}.")
-    result = continued(out, model, None, progress, writes=False)
+    result = opened(out, model, progress, writes=False).result()
     if isinstance(result.model, EstimatorModel):
         raise HyperkronError(
             f"out={str(out)!r}: its model is an estimator of your own, and only networks can be explained; run clean() "
@@ -121,8 +121,7 @@ def explain(
     assert result.learnt is not None and result.transform is not None
     learnt, network = result.learnt(), result.model
     reading = RunFolder(out, new=False).read_config()["source"]["reading"]
-    rows = _read(queries, learnt.parts[0], result.transform.form, reading)
-    messages = list(rows.messages)
+    rows, labels, messages = _read(queries, learnt.parts[0], result.transform.form, reading)
     if not any(True for _ in network.parameters()):
         network = learnt.network()
         messages.append(
@@ -138,22 +137,14 @@ def explain(
     for q, (probability, best) in enumerate(zip(*predicted.max(1), strict=True)):
         sides = [_witnesses(side(q, count), learnt) for side in (found.helpful, found.harmful)]
         said, content = result.classes[int(best)], shown(learnt.parts[0], rows.inputs[q])
-        explained.append(Explained(int(rows.rows[q]), rows.labels[q], said, float(probability), content, *sides))
+        explained.append(Explained(int(rows.rows[q]), labels[q], said, float(probability), content, *sides))
     return Explanation(out.resolve().name, learnt.parts[0].kind, explained, messages, found)
 
 
-@dataclass(frozen=True)
-class _Queries:
-    """Queries as they were read; ``labels`` are None where there are none."""
-
-    inputs: Any
-    rows: Any
-    labels: Sequence[str | None]
-    messages: Sequence[str]
-
-
-def _read(queries: Any, train: Labelled, form: InputForm, reading: Mapping[str, Any]) -> _Queries:
-    """Queries with their labels, or without them where they have none that can be read."""
+def _read(
+    queries: Any, train: Labelled, form: InputForm, reading: Mapping[str, Any]
+) -> tuple[NewRows | Labelled, list[str | None], list[str]]:
+    """Queries, their labels (None where they have none that can be read), and messages."""
     named: dict[str, Any] = {name: reading.get(name) for name in ("text", "image", "features", "charset")}
     try:
         found = read(queries, like=train, label=reading.get("label") or train.roles.label, **named)
@@ -164,9 +155,8 @@ def _read(queries: Any, train: Labelled, form: InputForm, reading: Mapping[str, 
         except HyperkronError:
             raise HyperkronError(f"{problem} Rows to explain need the columns of the training rows.") from problem
         told = f"The queries are explained without their labels, which could not be read: {problem}"
-        return _Queries(bare.inputs, bare.rows, [None] * len(bare.rows), [*bare.messages, told])
-    labels = [found.classes[int(label)] for label in found.labels]
-    return _Queries(found.inputs, found.rows, labels, found.messages)
+        return bare, [None] * len(bare.rows), [*bare.messages, told]
+    return found, [found.classes[int(label)] for label in found.labels], [*found.messages]
 
 
 def _scores(network: nn.Module, learnt: Learnt, asked: Inputs, method: Implicit | None) -> tuple[Attribution, Tensor]:

@@ -10,10 +10,11 @@ from pathlib import Path
 from shlex import quote
 from typing import Any, TypeAlias, TypeVar
 
-from hyperkron.cleaning.folder import FORMAT
 from hyperkron.solution import HyperkronError
 from hyperkron.training.writing import read_plain
 
+FORMAT = 1
+"""The format of config.json and result.json."""
 REMEDY = "restore the file or run `hyperkron clean` again"
 """What helps against a damaged file."""
 T = TypeVar("T")

@@ -8,13 +8,13 @@ from torch import Tensor
 
 NEIGHBOURS = 10
 """How many vote."""
+CHUNK = 1024
+"""Rows that are looked at together."""
 MAX_VOTERS = 20_000
 """Rows among which neighbours are looked for at most."""
 
 
-def neighbour_votes(
-    x: Tensor, labels: Tensor, classes: int, count: int = NEIGHBOURS, *, seed: int = 0, size: int = 1024
-) -> Tensor:
+def neighbour_votes(x: Tensor, labels: Tensor, classes: int, count: int = NEIGHBOURS, *, seed: int = 0) -> Tensor:
     """What the nearest other rows say of each row: weighted shares of their labels (N, C).
 
         w_i = (d_K − d_i) / (d_K − d_1)   for the distances d_1 ≤ … ≤ d_K of the nearest K = count + 1 other rows
@@ -25,7 +25,6 @@ def neighbour_votes(
         classes: how many there are.
         count: neighbours that vote.
         seed: of the rows that may vote, where there are more than ``MAX_VOTERS``.
-        size: rows that are looked at together.
 
     References:
         Wilson, 1972, "Asymptotic properties of nearest neighbor rules using edited data".
@@ -42,7 +41,7 @@ def neighbour_votes(
         voters = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))[:MAX_VOTERS].to(x.device)
     asked, near = F.one_hot(labels[voters], classes).to(x), min(count + 1, len(voters) - 1)
     found = []
-    for part in rows.split(size):
+    for part in rows.split(CHUNK):
         distance = torch.cdist(x[part], x[voters]).masked_fill(part[:, None] == voters, torch.inf)
         d, which = distance.topk(near, largest=False)
         last, tiny = d[:, -1:], torch.finfo(d.dtype).tiny
@@ -50,11 +49,6 @@ def neighbour_votes(
         votes = torch.einsum("nk,nkc->nc", weight, asked[which])
         found.append(votes / votes.sum(1, keepdim=True))
     return torch.cat(found)
-
-
-def agreeing(votes: Tensor, given: Tensor) -> Tensor:
-    """Positions of the rows whose label has the most votes (N, C)."""
-    return (votes.argmax(1) == given).nonzero()[:, 0]
 
 
 def confident(predicted: Tensor, given: Tensor) -> Tensor:

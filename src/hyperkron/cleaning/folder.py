@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from hyperkron.cleaning.data import Labelled, RowHashes
 from hyperkron.cleaning.data.values import day_of
+from hyperkron.cleaning.fields import FORMAT, REMEDY, read_object
 from hyperkron.cleaning.recorded import digest
 from hyperkron.cleaning.stages import SharedStages, Stages
 from hyperkron.solution import HyperkronError
@@ -30,8 +31,6 @@ from hyperkron.training.files import write_tensors
 from hyperkron.training.locks import FolderLock
 from hyperkron.training.writing import flush_folder, in_words, open_ordinary, read_plain, whole_file
 
-FORMAT = 1
-"""The format of config.json and result.json."""
 FILES = (
     "config.json",
     "log.jsonl",
@@ -51,8 +50,7 @@ FOLDERS = ("stages", "embeddings", "tensorboard")
 """The folders of a run."""
 _COLUMNS = ("row", "given", "suggested", "error_probability", "weight", "suspect")
 """Of rows.csv, where ids stand after the row."""
-_BEGIN = "restore the file, or begin a new run with `hyperkron clean`"
-_TEXT, _NUMBER = (str, type(None)), (int, float, type(None))
+_TEXT, _NUMBER, _OPTIONAL = (str, type(None)), (int, float, type(None)), (type(None), type(...))
 _CONFIG: dict[str, tuple[type, ...]] = {
     "source": (dict, type(None)),
     "source.train": (str,),
@@ -70,8 +68,14 @@ _CONFIG: dict[str, tuple[type, ...]] = {
     "config.device": (str,),
     "config.encoder": _TEXT,
     "config.layers": (int,),
+    "own": (dict, *_OPTIONAL),
+    "own.probabilities": (str, *_OPTIONAL),
+    "own.embeddings": (str, *_OPTIONAL),
+    "encoder": (dict, *_OPTIONAL),
+    "encoder.name": (str,),
+    "encoder.sha256": _TEXT,
 }
-"""What config.json holds, by its place."""
+"""What config.json holds, by its place (``...``: what may be absent); parts of what is null are not looked at."""
 _EVENTS: dict[str, dict[str, tuple[type, ...]]] = {
     "stage": {"name": (str,), "steps": (int,)},
     "part": {"name": (str,), "seconds": (int, float)},
@@ -140,19 +144,15 @@ class RunFolder:
     def read_config(self) -> dict[str, Any]:
         """The configuration the run began with."""
         file = self.path / "config.json"
-        try:
-            found = json.loads(read_plain(file).decode("utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            reason = getattr(error, "strerror", None) or str(error)[:100]
-            raise HyperkronError(f"{file} is not JSON that can be read ({reason}); {_BEGIN}.") from error
-        if not isinstance(found, dict) or found.get("format") != FORMAT:
-            raise HyperkronError(f"{file} has another format than {FORMAT}; {_BEGIN}.")
+        found = read_object(file, f"{file} does not exist; {REMEDY}.").raw
+        if found.get("format") != FORMAT:
+            raise HyperkronError(f"{file} has another format than {FORMAT}; {REMEDY}.")
         for place, kinds in _CONFIG.items():
-            value: Any = found
-            for name in place.split("."):
-                value = value.get(name) if isinstance(value, dict) else None
-            if not isinstance(value, kinds) and not (place.startswith("source.") and found.get("source") is None):
-                raise HyperkronError(f"{file}: {place}={str(value)[:80]!r} is not what a run has there; {_BEGIN}.")
+            part, _, name = place.rpartition(".")
+            parent = found.get(part) if part else found
+            value = ... if parent is None else parent.get(name, ...)
+            if parent is not None and not isinstance(value, kinds):
+                raise HyperkronError(f"{file}: {place}={str(value)[:80]!r} is not what a run has there; {REMEDY}.")
         return found
 
     def write_json(self, name: str, content: Any) -> None:

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from hyperkron.cleaning.data import InputForm
-from hyperkron.cleaning.fields import REMEDY, Fields, parse, read_object, read_result, read_text
-from hyperkron.cleaning.folder import FORMAT
+from hyperkron.cleaning.fields import FORMAT, REMEDY, Fields, parse, read_object, read_result, read_text
 from hyperkron.cleaning.given import Given
 from hyperkron.cleaning.models import TextEncoder
 from hyperkron.cleaning.models.trees import rebuilt

@@ -145,15 +145,10 @@ def _check_probabilities(values: Any, classes: tuple[str, ...]) -> None:
         )
 
 
-def _sizes(parts: Sequence[Labelled], one_source: bool) -> list[int]:
-    """How many rows each part's source has; 0 for the trusted part where it has none of its own."""
-    sizes = [len(part) + sum(len(rows) for rows in part.left_out.values()) for part in parts]
-    return [sizes[0], 0, *sizes[2:]] if one_source else sizes
-
-
 def _split(name: str, values: Any, parts: Sequence[Labelled], one_source: bool) -> list[Any]:
-    """For each part the entries of its rows."""
-    sizes = _sizes(parts, one_source)
+    """For each part the entries of its rows; with ``one_source`` the trusted ones are among those of training."""
+    sizes = [len(part) + sum(len(rows) for rows in part.left_out.values()) for part in parts]
+    sizes[1] = 0 if one_source else sizes[1]
     if len(values) != sum(sizes):
         what = ["training", "trusted", "test"]
         told = " + ".join(f"{size} {label}" for size, label in zip(sizes, what, strict=False) if size)

@@ -25,9 +25,6 @@ from hyperkron.solution import HyperkronError
 if TYPE_CHECKING:
     from hyperkron.cleaning.models.encoder import Progress as TokenProgress
 
-TEXT_HIDDEN = 128
-"""Units of the hidden layer on frozen embeddings."""
-
 
 @dataclass(frozen=True)
 class States:
@@ -137,8 +134,7 @@ def network_builder(
     if transform.layers:
         assert isinstance(transform.vectors, TextEncoder)
         return partial(transform.vectors.with_head, classes, transform.layers)
-    hidden = TEXT_HIDDEN if transform.form.kind == "text" else None
-    return model or default_model(transform.form.kind, shape, classes, hidden=hidden)
+    return model or default_model(shape, classes)
 
 
 def pick_device(name: str) -> torch.device:
@@ -179,7 +175,6 @@ def prepare(
     Texts without an ``encoder`` get hashed n-grams; ``model`` makes a fresh network, None takes the default; ``cache``
     is a folder that keeps embeddings; ``progress`` is that of embedding.
     """
-    refuse_early(parts, config, model)
     classes, form, rows = len(parts[0].classes), InputForm.of(parts[0]), [part.inputs for part in parts]
     vectors: TextEncoder | HashedNgrams | None = encoder
     if form.kind == "text" and encoder is None:

@@ -89,9 +89,7 @@ def recorded_paths(kept: Mapping[str, Any]) -> dict[str, str]:
             "it and overwrite=True."
         )
     found = kept.get("own") or {}
-    if not isinstance(found, dict) or not all(k in _BROUGHT and isinstance(v, str) for k, v in found.items()):
-        raise HyperkronError(f"config.json: own={found!r:.80} is not what a run writes; restore the file.")
-    return found
+    return {name: found[name] for name in _BROUGHT if found.get(name) is not None}
 
 
 def encoder_to_load(kept: Mapping[str, Any], expected: Mapping[str, Any]) -> str | None:
@@ -99,21 +97,9 @@ def encoder_to_load(kept: Mapping[str, Any], expected: Mapping[str, Any]) -> str
     named = expected.get("encoder")
     if named is None and kept["config"]["encoder"] is None:
         named = os.environ.get(VARIABLE) or None
-    if named is None and (began := recorded_encoder(kept)) is not None:
-        named = began["name"]
+    if named is None and kept.get("encoder") is not None:
+        named = kept["encoder"]["name"]
     return named if named is not None else kept["config"]["encoder"]
-
-
-def recorded_encoder(kept: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The encoder that a run began with, as :func:`encoder_identity` gives it; None where none is recorded yet."""
-    found = kept.get("encoder")
-    if found is None:
-        return None
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str) or "sha256" not in found:
-        raise HyperkronError(
-            f"config.json: encoder={found!r:.80} is not what a run writes; restore the file, or begin the run again."
-        )
-    return found
 
 
 # --- what is used ------------------------------------------------------------------------------------------
@@ -207,7 +193,7 @@ def refuse_other_network(began: Any, found: str) -> None:
 
 def digest(kept: Mapping[str, Any]) -> str:
     """The SHA-256 of all that a stage of a run depends on."""
-    encoder = recorded_encoder(kept) or {}
+    encoder = kept.get("encoder") or {}
     told = [kept["config"], kept["data"], kept["model"], kept.get("network"), encoder.get("sha256"), kept.get("rules")]
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 

@@ -21,7 +21,7 @@ from hyperkron.cleaning.choice import Noise
 from hyperkron.cleaning.config import OURS, CleanConfig
 from hyperkron.cleaning.data import Labelled, NewRows
 from hyperkron.cleaning.evidence import of_label
-from hyperkron.cleaning.folder import FORMAT
+from hyperkron.cleaning.fields import FORMAT
 from hyperkron.cleaning.given import USED, Given
 from hyperkron.cleaning.method import Outcome
 from hyperkron.cleaning.prepare import InputTransform

@@ -18,7 +18,7 @@ from hyperkron.cleaning import recorded
 from hyperkron.cleaning.alternatives import DESCRIPTIONS, ESTIMATORS, TREES, available, delivered, judged, targets_for
 from hyperkron.cleaning.budget import ONE_PROCESS, steps_of, tree_fits, within
 from hyperkron.cleaning.choice import Judged, Noise, choose, different, first_verdict, judge, noise_of, verdict
-from hyperkron.cleaning.config import OURS, CleanConfig, EmbeddingBar, Progress, SilentProgress, stage_in_words
+from hyperkron.cleaning.config import OURS, CleanConfig, EmbeddingBar, Progress, SilentProgress
 from hyperkron.cleaning.data import Labelled
 from hyperkron.cleaning.folder import RunFolder
 from hyperkron.cleaning.given import Given
@@ -190,7 +190,7 @@ class CleaningRun:
         try:
             encoder, notes = load_encoder(self.encoder, device=self.device, required=self.config.layers > 0)
         except EncoderUnavailable as error:
-            began = recorded.recorded_encoder(self.folder.read_config()) if self.folder.kept else None
+            began = self.folder.read_config().get("encoder") if self.folder.kept else None
             if began is None:
                 raise
             raise EncoderUnavailable(f"The run began with the encoder {began['name']!r}. {error}") from error
@@ -247,7 +247,7 @@ class CleaningRun:
         if kept is None:
             left = max(1.0, budget - self.seconds.get("preparation", 0.0))
             self.progress.message("Measuring how long trainings and trees take, to plan for the budget")
-            kept = within(self.work, self.names, self.prepared.test is not None, left).record()
+            kept = within(self.work, self.names, self.prepared.test is not None, left)
             self.folder.log("plan", **kept)
         plan = replace(self.work.plan, epochs=kept["epochs"], least=kept["least"])
         self.work = replace(self.work, plan=plan, trees=self.work.trees and kept.get("trees", True))
@@ -257,12 +257,12 @@ class CleaningRun:
     def _tick(self, stage: str, steps: int) -> None:
         (before, done), owed, self.owed = self.stage, self.owed, 0
         if owed:  # the trees are there
-            self.progress.advance(owed, stage_in_words(before))
+            self.progress.advance(owed, before)
             done += owed
         if before and stage != before:  # that one is finished and on the disk
             self.folder.log("stage", name=before, steps=done)
         self.stage = stage, steps + (done if stage == before else 0)
-        self.progress.advance(steps, stage_in_words(stage))
+        self.progress.advance(steps, stage)
         self._check_signals()
 
     def _begin_fit(self, stage: str, steps: int) -> None:
@@ -320,21 +320,21 @@ class CleaningRun:
 
     def _summary(self, chosen: str) -> dict[str, Any]:
         """What result.json holds."""
-        right = self._test_right()
+        right, learner = self._test_right(), name_of(self.networks[chosen])
         won, mine = next((c for c in self.table if c.name == chosen), None), right.get(chosen)
         suspect, more = self.scores["suspect"], dict[str, Any]()
         if won is not None:
             assert self.noise is not None
             test = None if mine is None else (int(mine.sum()), len(mine))
             more["verdict"] = verdict(
-                chosen, self.table, self.noise, classes=self.work.classes, test=test, learner=self._learner(chosen)
+                chosen, self.table, self.noise, classes=self.work.classes, test=test, learner=learner
             )
             more["per_class"] = per_class(self.parts, suspect, won.right, mine)
         return {
             **about_run(self.parts, self.config, self.work.plan, self.device, self.command, self.messages),
             "seconds": run_seconds(self.seconds, self.work),
             "chosen": chosen,
-            "learner": self._learner(chosen),
+            "learner": learner,
             **more,
             "candidates": [self._candidate(c, won, right) for c in self.table],
             **scores_summary(self.outcome.scale, self.posterior, self.scores, self.noise, self.work, self.parts[0]),
@@ -391,9 +391,5 @@ class CleaningRun:
             "chosen": c is won,
             "different": None if won is None or c is won else different(won, c, len(self.table) - 1),
             "test_accuracy": float(right[c.name].float().mean()) if c.name in right else None,
-            "learner": self._learner(c.name) if c.name in self.networks else None,
+            "learner": name_of(self.networks[c.name]) if c.name in self.networks else None,
         }
-
-    def _learner(self, name: str) -> str:
-        """What kind of model a candidate that was made from all rows is."""
-        return name_of(self.networks[name])

@@ -17,25 +17,18 @@ from hyperkron.solution import HyperkronError
 
 def read_parts(train: Any, trusted: Any, test: Any, reading: dict[str, Any]) -> list[Labelled]:
     """Training, trusted and, if given, test rows, with one list of classes."""
-    if isinstance(train, Labelled):
-        if not isinstance(trusted, Labelled) or trusted.classes != train.classes:
-            raise HyperkronError("trusted must be Labelled rows with the classes of train, as read_pair() gives them.")
-        parts = [train, trusted]
+    given = {name: value for name, value in reading.items() if value is not None}
+    named = all(_named_pair(source) for source in (train, trusted, test) if source is not None)
+    if not isinstance(train, Labelled):
+        parts = list(read_pair(_source(train, named), None if trusted is None else _source(trusted, named), **given))
+    elif not isinstance(trusted, Labelled) or trusted.classes != train.classes:
+        raise HyperkronError("trusted must be Labelled rows with the classes of train, as read_pair() gives them.")
     else:
-        options = {key: value for key, value in reading.items() if value is not None}
-        sources = [source for source in (train, trusted, test) if source is not None]
-        names = all(_named_pair(source) for source in sources)
-        parts = list(read_pair(_source(train, names), None if trusted is None else _source(trusted, names), **options))
-    if test is not None:
-        ours = {
-            k: v
-            for k, v in reading.items()
-            if v is not None and k not in ("trusted_column", "id", "annotator", "annotators")
-        }
-        if not isinstance(test, Labelled):
-            names = _named_pair(train) and _named_pair(test)
-            test = read(_source(test, names), like=parts[0], argument="test", **ours)
-        parts.append(test)
+        parts = [train, trusted]
+    if test is not None and not isinstance(test, Labelled):
+        ours = {name: given[name] for name in given if name not in ("trusted_column", "id", "annotator", "annotators")}
+        test = read(_source(test, named), like=parts[0], argument="test", **ours)
+    parts += [] if test is None else [test]
     if len(parts[1]) < 2:
         raise HyperkronError(
             f"trusted has {len(parts[1])} usable rows; at least 2 are needed, better 10 of each class."
@@ -78,16 +71,15 @@ def _array(values: Any) -> Any:
     return values.detach().cpu().numpy() if isinstance(values, Tensor) else values
 
 
-def plain_sources(sources: dict[str, Any]) -> dict[str, Any] | None:
+def plain_sources(train: Any, trusted: Any, test: Any, reading: dict[str, Any]) -> dict[str, Any] | None:
     """The sources if all are paths and plain settings, so that resume can read them again."""
-    names = [sources[key] for key in ("train", "trusted", "test")]
+    paths = {"train": train, "trusted": trusted, "test": test}
     plain = (str, int, float, bool, list, tuple, type(None))
-    if not all(name is None or isinstance(name, (str, os.PathLike)) for name in names):
+    if not all(isinstance(path, (str, os.PathLike, type(None))) for path in paths.values()):
         return None
-    if not all(isinstance(value, plain) for value in sources["reading"].values()):
+    if not all(isinstance(value, plain) for value in reading.values()):
         return None
-    found = {key: None if sources[key] is None else absolute(sources[key]) for key in ("train", "trusted", "test")}
-    return {**found, "reading": sources["reading"]}
+    return {name: None if path is None else absolute(path) for name, path in paths.items()} | {"reading": reading}
 
 
 def absolute(name: Any) -> str:

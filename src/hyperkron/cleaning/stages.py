@@ -104,18 +104,10 @@ class SharedStages(Stages):
     The others wait until it is there. A process that is killed loses its claim, and one that waits computes the stage.
     Results do not depend on who computed what, so they are those of one process, bit for bit.
 
-    Args:
-        folder, of, device: as for :class:`Stages`.
-        while_waiting: called at every look whether another process has finished; what it raises ends the wait.
+    ``while_waiting`` is called at every look whether another process has finished; what it raises ends the wait.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        of: str = "",
-        device: torch.device | str = "cpu",
-        while_waiting: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, folder: Path, of: str, device: torch.device, while_waiting: Callable[[], None]) -> None:
         super().__init__(folder, of, device)
         self._while_waiting = while_waiting
 

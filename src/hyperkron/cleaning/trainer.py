@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -102,10 +102,6 @@ class TrainingTargets:
         label, belief = (x[part] for x in self.believed)
         return found + losses.cross_entropy(output, label, weight=belief)
 
-    def loss(self, output: Tensor, part: Tensor) -> Tensor:
-        """The value of :meth:`objective`."""
-        return self.objective(output, part).value
-
 
 Tick = Callable[[int], None]
 """Called at every step with the number of networks that make it; may raise to stop."""
@@ -153,7 +149,7 @@ class NetworkGroup(nn.Module, ABC):
         self._networks, self._losses = list(networks), [torch.zeros(())]
 
     @abstractmethod
-    def loss(self, parts: Sequence[Tensor]) -> Tensor:
+    def forward(self, parts: Sequence[Tensor]) -> Tensor:
         """J_in at these positions in the targets of each: the sum of their losses."""
 
     @abstractmethod
@@ -179,9 +175,9 @@ class Single(NetworkGroup):
         super().__init__([network])
         self.network, self._inputs, self._targets = network, inputs, targets
 
-    def loss(self, parts: Sequence[Tensor]) -> Tensor:
+    def forward(self, parts: Sequence[Tensor]) -> Tensor:
         [part] = parts
-        loss = self._targets.loss(self.network(*self._inputs.batch(self._targets.rows[part])), part)
+        loss = self._targets.objective(self.network(*self._inputs.batch(self._targets.rows[part])), part).value
         self._losses[:] = [loss.detach()]
         return loss
 
@@ -195,12 +191,6 @@ def updates(optimizer: torch.optim.Optimizer, steps: int) -> Updates:
     rising = max(0.2, 2 / (steps + 1)) if steps else 0.2
     cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, rates, total_steps=steps + 1, pct_start=rising)
     return Updates(optimizer, cycle, schedule="update")
-
-
-def group_loss(networks: Any, _: Any, parts: Any) -> Tensor:
-    """J_in of a :class:`NetworkGroup`."""
-    loss: Tensor = networks.loss(parts)
-    return loss
 
 
 class Positions(Source):
@@ -225,7 +215,7 @@ def descend(
 ) -> list[nn.Module]:
     """Train the networks on positions in their targets, which the streams give."""
     fit(
-        BilevelProblem(group_loss),
+        BilevelProblem(lambda group, _, parts: group(parts)),
         networks,
         None,
         InnerOnly(steps, report_every=2),  # so never: ``finish`` refuses a loss that is not finite

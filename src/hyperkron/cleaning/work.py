@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from hyperkron.cleaning.config import BOOSTED, CleanConfig
 from hyperkron.cleaning.evidence import certain
 from hyperkron.cleaning.models.trees import MAX_SAMPLE
 from hyperkron.cleaning.stages import Stages, Tensors
-from hyperkron.cleaning.trainer import Inputs, Tick, TrainingPlan, TrainingTargets
+from hyperkron.cleaning.trainer import Inputs, TrainingPlan, TrainingTargets
 
 MANY_ROWS = 3
 """There are many rows where a plain training takes this many times the least number of steps."""
@@ -80,31 +81,18 @@ class Work:
     shift: int = 0
     begin_fit: Callable[[str, int], None] = lambda stage, steps: None
 
-    @property
-    def judging_folds(self) -> int:
-        """How many views there are."""
-        with torch.random.fork_rng(devices=[]):
-            beside = stackable([self.build()], self.inputs)
-        return min(JUDGING_FOLDS if beside else FEW_JUDGING_FOLDS, len(self.trusted))
-
     def views(self) -> list[Work]:
         """The same without one fold of the trusted rows after the other, of each class as many in every fold."""
-        count = self.judging_folds
+        with torch.random.fork_rng(devices=[]):
+            beside = stackable([self.build()], self.inputs)
+        count = min(JUDGING_FOLDS if beside else FEW_JUDGING_FOLDS, len(self.trusted))
         part = folds(self.given, [self.trusted], count, self.config.seed)[self.trusted]
         found = []
         for k in range(count):
             kept = self.trusted[part != k]
             halves = folds(self.given, [self.noisy, kept], 2, self.config.seed)
-            found.append(
-                replace(
-                    self,
-                    trusted=kept,
-                    held_out=self.trusted[part == k],
-                    fold=halves,
-                    scope="without-fold-",
-                    shift=100 * (k + 1),
-                )
-            )
+            apart = replace(self, trusted=kept, held_out=self.trusted[part == k], fold=halves)
+            found.append(replace(apart, scope="without-fold-", shift=100 * (k + 1)))
         return found
 
     @property
@@ -138,10 +126,6 @@ class Work:
         """Where the work is done."""
         return self.given.device
 
-    def ticker(self, name: str) -> Tick:
-        """The tick of one stage."""
-        return lambda steps: self.tick(name, steps)
-
     def fitting(self, name: str, kind: str, rows: int) -> None:
         """Tell that trees of this kind are fitted to this many rows."""
         self.begin_fit(name, fit_steps(kind, rows, self.classes))
@@ -163,7 +147,7 @@ class Work:
     ) -> list[nn.Module]:
         """Train a network on each of the targets."""
         own = [self.config.seed + seed for seed in seeds]
-        return train_batched(self.build, self.inputs, targets, plan, seeds=own, tick=self.ticker(name))
+        return train_batched(self.build, self.inputs, targets, plan, seeds=own, tick=partial(self.tick, name))
 
 
 def staged(works: Sequence[Work], name: str, compute: Callable[[], list[Tensors]]) -> list[Tensors]:

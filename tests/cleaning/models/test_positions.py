@@ -52,7 +52,7 @@ def cut(model: Any, bias: Bias | None, patch: pytest.MonkeyPatch, *, kept: bool 
     with patch.context() as only:
         if not kept:
             only.setattr(encoder_head, "_keep_positions", lambda *_: None)
-        return EncoderHead(model, 3, layers, 0.0)
+        return EncoderHead(model, 3, layers)
 
 
 def batch(length: int) -> tuple[Tensor, Tensor]:

@@ -108,26 +108,21 @@ def _fit(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
     return float((model(x).argmax(1) == y).float().mean())
 
 
-def test_default_model_by_kind() -> None:
+def test_default_model_by_shape() -> None:
     def kinds(build: object) -> list[type]:
         return [type(m) for m in build() if not isinstance(m, nn.Flatten)]  # type: ignore[operator]
 
-    assert kinds(default_model("text", (384,), 6)) == [nn.Linear]
-    assert kinds(default_model("text", (384,), 6, hidden=32)) == [nn.Linear, nn.ReLU, nn.Linear]
-    assert kinds(default_model("table", (9,), 6)) == [nn.Linear, nn.ReLU, nn.Linear]
-    assert kinds(default_model("table", (9,), 6, hidden=())) == [nn.Linear]
-    assert nn.Conv2d in kinds(default_model("image", (3, 32, 32), 10))
-    assert default_model("image", (3, 32, 32), 10, hidden=8)()[1].out_channels == 8  # type: ignore[index]
-    assert nn.Conv2d not in kinds(default_model("image", (3, 32, 24), 10))
-    assert nn.Conv2d not in kinds(default_model("image", (3, 32, 32), 10, hidden=(8,)))
+    assert kinds(default_model((9,), 6)) == [nn.Linear, nn.ReLU, nn.Linear]
+    assert nn.Conv2d in kinds(default_model((3, 32, 32), 10))
+    assert nn.Conv2d not in kinds(default_model((3, 32, 24), 10))
 
 
 def test_default_model_is_fresh_and_follows_the_seed_only() -> None:
-    build = default_model("image", (1, 8, 8), 3)
+    build = default_model((1, 8, 8), 3)
     torch.manual_seed(3)
     first, second = build(), build()
     torch.manual_seed(3)
-    again = default_model("image", (1, 8, 8), 3)()  # making the builder draws no random numbers
+    again = default_model((1, 8, 8), 3)()  # making the builder draws no random numbers
     assert first is not second
     assert not torch.equal(first[1].weight, second[1].weight)  # type: ignore[index]
     assert torch.equal(first[1].weight, again[1].weight)  # type: ignore[index]
@@ -143,10 +138,8 @@ def test_default_model_is_fresh_and_follows_the_seed_only() -> None:
         (lambda: small_cnn(3, 7, 2), "size=7 must lie between 8 and 64"),
         (lambda: small_cnn(3, 65, 2), "size=65 must lie between 8 and 64"),
         (lambda: small_cnn(3, 32, 2, width=0), "width=0"),
-        (lambda: default_model("sound", (3,), 2), "kind='sound'"),  # type: ignore[arg-type]
-        (lambda: default_model("image", (32, 32), 2), r"inputs_shape=\(32, 32\) must be \(channels"),
-        (lambda: default_model("table", (0,), 2), r"inputs_shape=\(0,\)"),
-        (lambda: default_model("table", (3,), 0), "classes=0"),
+        (lambda: default_model((0,), 2), "features=0"),
+        (lambda: default_model((3,), 0), "classes=0"),
     ],
 )
 def test_bad_sizes_are_named(make: object, message: str) -> None:

@@ -95,7 +95,6 @@ def test_report_and_command_say_what_kind_of_model_it_is(tmp_path: Path) -> None
         "The cleaned model is right on 88.4% to 94.4% of new rows",
         "evaluated on 60 trusted rows that it was not trained on. The cleaned model is chosen unless an alternative is "
         "significantly better on the same rows; none is.",
-        "The best alternative, “small-loss”, reaches 88.7 %, 2.7 points less: no significant difference.",
         "88.4 % to 94.4 % 91.4 % – 90.6 %",
         "85.7 % to 91.7 % 88.7 % −2.7, not significant 87.9 %",
         "−17.3, significant",
@@ -165,7 +164,7 @@ def test_the_reason_for_an_alternative_and_for_none(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text("utf-8"))
     write_json(folder / "config.json", config | {"rules": config["rules"] - 1})  # had another rule
     text = read(write_report(folder)).text
-    assert "was chosen because" not in text and "rows that it was not trained on. The cleaned model reaches" in text
+    assert "was chosen because" not in text
 
 
 def test_annotators_have_a_tile(tmp_path: Path) -> None:
@@ -364,14 +363,6 @@ def test_long_texts_are_cut_and_that_is_counted(tmp_path: Path) -> None:
     write_suspects(folder, [{"row": 0, "text": "a" * 5000}])
     (suspect,) = read(write_report(folder)).data["suspects"]
     assert len(suspect["text"]) == 4000 and suspect["cut"] == 1000
-
-
-def test_the_count_of_suspects_falls_back_on_the_rows(tmp_path: Path) -> None:
-    folder = write_run_folder(tmp_path, suspects={})
-    assert wording.suspect_count(read_run(folder)) == COUNT
-    (folder / "rows.csv").unlink()
-    write_suspects(folder, [{"row": 1}])
-    assert wording.suspect_count(read_run(folder)) == 1
 
 
 # --- the package -------------------------------------------------------------------------------------------

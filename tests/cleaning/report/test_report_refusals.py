@@ -34,12 +34,9 @@ def test_the_folder_must_be_there(tmp_path: Path) -> None:
         ('{"format": 1, "candidates": [{"rows": -1}]}', r"candidates\[0\].rows=-1.0 is not a whole number"),
         ('{"format": 1, "candidates": [{"chosen": "no"}]}', r"candidates\[0\].chosen='no' is not true or false"),
         ('{"format": 1, "candidates": {}}', r"candidates=\{\} is not a list"),
-        ('{"format": 1, "weights": {"edges": ["a"]}}', r"weights.edges\[0\]='a' is not a number"),
         ('{"format": 1, "peak_memory_mb": 1' + "0" * 400 + "}", "peak_memory_mb=.* is not a number of float64"),
         ('{"format": 1, "noise": {"matrix": [[1, 0]]}}', r"noise.matrix has 1 rows of \[2\] numbers"),
         ('{"format": 1, "data": {"classes": ["a"]}, "noise": {"matrix": [[1, 0], [0, 1]]}}', "there are 1 classes"),
-        ('{"format": 1, "weights": {"edges": [0, 1], "counts": [1, 2]}}', "weights has 2 edges and 2 counts"),
-        ('{"format": 1, "weights": {"edges": [1, 0], "counts": [1]}}', "the edges must increase"),
     ],
 )
 def test_a_damaged_result_is_named(tmp_path: Path, content: str, words: str) -> None:

@@ -1,6 +1,6 @@
 """Readers of datasets: ``read_pair`` for training and trusted rows, ``read`` for one source, ``export_rows`` back."""
 
-from hyperkron.cleaning.data.arrays import MNIST, mnist, read_idx
+from hyperkron.cleaning.data.arrays import read_idx
 from hyperkron.cleaning.data.encoding import TableEncoding
 from hyperkron.cleaning.data.export import export_rows
 from hyperkron.cleaning.data.labelled import Labelled
@@ -12,7 +12,6 @@ from hyperkron.cleaning.data.roles import NoLabelColumn
 from hyperkron.cleaning.data.sources import row_hashes
 
 __all__ = [
-    "MNIST",
     "InputForm",
     "Labelled",
     "NewRows",
@@ -21,7 +20,6 @@ __all__ = [
     "RowHashes",
     "TableEncoding",
     "export_rows",
-    "mnist",
     "read",
     "read_idx",
     "read_pair",

@@ -6,8 +6,8 @@ import io
 import re
 import struct
 import zipfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -25,14 +25,7 @@ from hyperkron.cleaning.data.votes import Ballot
 from hyperkron.solution import HyperkronError
 from hyperkron.training.writing import open_plain
 
-_DTYPES = {
-    0x08: torch.uint8,
-    0x09: torch.int8,
-    0x0B: torch.int16,
-    0x0C: torch.int32,
-    0x0D: torch.float32,
-    0x0E: torch.float64,
-}
+_DTYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 
 
 def read_idx(path: str | Path, max_bytes: int = ReadOptions.max_bytes) -> Tensor:
@@ -57,44 +50,16 @@ def read_idx(path: str | Path, max_bytes: int = ReadOptions.max_bytes) -> Tensor
     content = read_bounded(Path(path), ReadOptions(max_bytes=max_bytes))
     if len(content) < 4 or content[:2] != b"\0\0" or content[2] not in _DTYPES:
         raise HyperkronError(f"path={str(path)!r} is not an IDX file: it starts with {content[:4].hex() or 'nothing'}.")
-    dtype, start = _DTYPES[content[2]], 4 + 4 * content[3]
+    dtype, start = np.dtype(_DTYPES[content[2]]), 4 + 4 * content[3]
     if len(content) < start:
         raise HyperkronError(f"path={str(path)!r} ends within its header; fetch it again.")
     shape = struct.unpack(f">{content[3]}I", content[4:start])
-    size = torch.empty((), dtype=dtype).element_size()
-    if len(content) != start + size * prod(shape):
+    if len(content) != start + dtype.itemsize * prod(shape):
         raise HyperkronError(
             f"path={str(path)!r} holds {len(content) - start} bytes of elements but its shape {shape} needs "
-            f"{size * prod(shape)}; fetch it again."
+            f"{dtype.itemsize * prod(shape)}; fetch it again."
         )
-    if prod(shape) == 0:
-        return torch.empty(shape, dtype=dtype)
-    raw = torch.frombuffer(bytearray(content[start:]), dtype=torch.uint8)
-    return raw.view(-1, size).flip(1).contiguous().view(dtype).view(shape)
-
-
-@dataclass(frozen=True)
-class MNIST:
-    """The images (N, 784) in [0, 1] and labels (N,) of MNIST's two parts."""
-
-    images: Tensor
-    labels: Tensor
-    test_images: Tensor
-    test_labels: Tensor
-
-
-def mnist(folder: str | Path) -> MNIST:
-    """MNIST, or a dataset of the same form (Fashion-MNIST, KMNIST), from its four IDX files.
-
-    Args:
-        folder: holds ``train-images-idx3-ubyte`` and the other three, each with or without ``.gz``.
-    """
-    names = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
-    images, labels, test_images, test_labels = (read_idx(find_idx(Path(folder), f"{name}-ubyte")) for name in names)
-    for x, y in ((images, labels), (test_images, test_labels)):
-        if len(x) != len(y):
-            raise HyperkronError(f"folder={str(folder)!r} holds {len(x)} images but {len(y)} labels; fetch it again.")
-    return MNIST(images.flatten(1) / 255, labels.long(), test_images.flatten(1) / 255, test_labels.long())
+    return torch.from_numpy(np.frombuffer(content, dtype, offset=start).reshape(shape).astype(dtype.newbyteorder("=")))
 
 
 def find_idx(folder: Path, name: str) -> Path:
@@ -247,29 +212,20 @@ def array_rows(x: Any, y: Any, name: str, classes: tuple[str, ...] = ()) -> Raw:
     if not len(targets):
         raise HyperkronError(f"{name} is empty: it has no rows.")
     if targets.ndim == 2:
-        if (
-            targets.dtype.kind in "fiub"
-            and len(targets) > 2
-            and ((targets != 0).sum(1) == 1).all()
-            and targets.max() == 1
-        ):
+        numeric = targets.dtype.kind in "fiub" and len(targets) > 2
+        if numeric and ((targets != 0).sum(1) == 1).all() and targets.max() == 1:
             raise HyperkronError(
                 f"{name}: y has a single 1 in each of its {len(targets)} rows, as one-hot labels have; pass "
                 "y.argmax(1). The columns of y are labels by different annotators."
             )
         columns = [label_names(column, f"{name}: y") for column in targets.T]
         ballot = Ballot.of(columns, [f"annotator {s}" for s in range(len(columns))])
-        named = Ballot(ballot.votes, tuple(_class_names(ballot.answers, classes, name)), ballot.annotators)
-        raw = array_rows(x, np.zeros(len(targets), dtype=np.int64), name, classes)
-        return replace(
-            raw, labels=named.labels(), votes=named.votes, answers=named.answers, annotators=named.annotators
-        )
+        if classes and all(answer.isdecimal() for answer in ballot.answers):
+            ballot = replace(ballot, answers=tuple(_class_names(map(int, ballot.answers), classes, name)))
+        return ballot.given_to(array_rows(inputs, np.zeros(len(targets), dtype=np.int64), name, classes))
     labels = label_names(targets, f"{name}: y")
     if classes and targets.dtype.kind in "iu":
-        outside = sorted({int(value) for value in targets.tolist() if not 0 <= value < len(classes)})
-        if outside:
-            raise HyperkronError(f"{name}: y holds {listing(outside)}, but there are {len(classes)} classes.")
-        labels = [classes[value] for value in targets.tolist()]
+        labels = [*_class_names(targets.tolist(), classes, name)]
     rows = np.arange(len(targets))
     if inputs.dtype.kind in "UO" and inputs.ndim == 1:
         texts = ["" if value is None or value != value else str(value) for value in inputs.tolist()]
@@ -283,14 +239,13 @@ def array_rows(x: Any, y: Any, name: str, classes: tuple[str, ...] = ()) -> Raw:
     return Raw(name, "image", pictures, labels, rows, notes, classes=classes)
 
 
-def _class_names(answers: Sequence[str], classes: tuple[str, ...], name: str) -> Sequence[str]:
-    """What the answers of annotators are called, where they are numbers of classes."""
-    if not classes or not all(answer.isdecimal() for answer in answers):
-        return answers
-    outside = [answer for answer in answers if int(answer) >= len(classes)]
+def _class_names(numbers: Iterable[int], classes: tuple[str, ...], name: str) -> list[str]:
+    """What the classes of these numbers are called."""
+    found = list(numbers)
+    outside = sorted({number for number in found if not 0 <= number < len(classes)})
     if outside:
         raise HyperkronError(f"{name}: y holds {listing(outside)}, but there are {len(classes)} classes.")
-    return [classes[int(answer)] for answer in answers]
+    return [classes[number] for number in found]
 
 
 def _as_pictures(x: Array, name: str) -> tuple[Array, tuple[str, ...]]:

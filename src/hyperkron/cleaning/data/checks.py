@@ -124,22 +124,19 @@ def duplicate_notes(raw: Raw, of: Iterable[Hashable]) -> list[str]:
         return []
     rows = raw.rows.tolist()
     extra = sum(len(group) - 1 for group in repeated)
-    pairs = listing(f"{rows[group[0]]} = {rows[group[1]]}" for group in repeated)
+    same = listing(f"{rows[group[0]]} = {rows[group[1]]}" for group in repeated)
     verb = "repeats" if extra == 1 else "repeat"
-    notes = [f"{raw.name}: {several(extra, 'row')} {verb} the input of an earlier one and stay: rows {pairs}."]
+    notes = [f"{raw.name}: {several(extra, 'row')} {verb} the input of an earlier one and stay: rows {same}."]
     conflicting = [group for group in repeated if len({raw.labels[i] for i in group}) > 1]
     if conflicting:
         first = ({raw.labels[i]: rows[i] for i in reversed(group)} for group in conflicting)
-        shown = listing(" / ".join(f"{row} {name!r}" for name, row in sorted(f.items(), key=_row)[:4]) for f in first)
+        ranked = (sorted((row, repr(name)) for name, row in labels.items())[:4] for labels in first)
+        shown = listing(" / ".join(f"{row} {name}" for row, name in pairs) for pairs in ranked)
         notes.append(
             f"{raw.name}: {several(len(conflicting), 'input')} with conflicting labels, which cannot all be right: "
             f"rows {shown}."
         )
     return notes
-
-
-def _row(item: tuple[str | None, int]) -> int:
-    return item[1]
 
 
 def without_overlap(train: Raw, trusted: Raw, keep: bool, shared: Array) -> Raw:
@@ -304,22 +301,24 @@ def _value_notes(raw: Raw, encoding: TableEncoding) -> list[str]:
 def labelled(raw: Raw, classes: tuple[str, ...], encoding: TableEncoding | None, notes: Iterable[str] = ()) -> Labelled:
     """The rows with labels as numbers and inputs as arrays."""
     number: dict[str | None, int] = {name: k for k, name in enumerate(classes)}
-    inputs, votes = raw.inputs, raw.votes
-    if votes is not None:
-        votes = np.array([*(number[name] for name in raw.answers), -1], dtype=np.int64)[votes]
+
+    def numbered(names: list[str | None]) -> Array:
+        return np.array([number.get(name, -1) for name in names], dtype=np.int64)
+
+    inputs = raw.inputs
     if isinstance(inputs, Mapping):
         assert encoding is not None
         inputs, notes = encoding.matrix(inputs), (*notes, *_value_notes(raw, encoding))
     return Labelled(
         kind=raw.kind,
         inputs=inputs,
-        labels=np.array([number.get(name, -1) for name in raw.labels], dtype=np.int64),
+        labels=numbered(raw.labels),
         classes=classes,
         rows=raw.rows.astype(np.int64),
         messages=(*raw.messages, *notes),
-        votes=votes,
+        votes=None if raw.votes is None else numbered([*raw.answers, None])[raw.votes],
         annotators=raw.annotators,
-        gold=None if raw.gold is None else np.array([number.get(name, -1) for name in raw.gold], dtype=np.int64),
+        gold=None if raw.gold is None else numbered(raw.gold),
         encoding=encoding,
         source=raw.name,
         left_out={why: rows.astype(np.int64) for why, rows in raw.left_out.items()},

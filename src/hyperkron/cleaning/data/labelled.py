@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from hyperkron.cleaning.data.encoding import TableEncoding
 from hyperkron.cleaning.data.files import np
@@ -14,6 +14,9 @@ from hyperkron.cleaning.data.values import Array, Columns
 from hyperkron.solution import HyperkronError
 
 Kind: TypeAlias = Literal["text", "table", "image"]
+SILENT = -1
+"""In place of a class, where a source does not vote."""
+R = TypeVar("R", bound="_Rows")
 
 
 @dataclass(frozen=True)
@@ -115,8 +118,31 @@ def pick(values: Any, at: Array) -> Any:
     return None if values is None else values[at]
 
 
+class _Rows:
+    """What :class:`Raw` and :class:`Labelled` rows share."""
+
+    kind: Kind
+    inputs: Any
+    labels: Any
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """(C, H, W) of pictures; None of anything else."""
+        return tuple(self.inputs.shape[1:]) if self.kind == "image" else None
+
+    def take(self: R, positions: Sequence[int] | Array) -> R:
+        """Some of the rows, by their positions here, in that order."""
+        at = np.asarray(positions, dtype="int64")
+        per_row = {"inputs", "labels", "rows", "trusted", "votes", "gold", "ids"} & vars(self).keys()
+        found: R = replace(self, **{name: pick(getattr(self, name), at) for name in per_row})  # type: ignore[type-var]
+        return found
+
+
 @dataclass(frozen=True, eq=False)
-class Raw:
+class Raw(_Rows):
     """One source as read, before labels became numbers: what the checks of ``checks.py`` work on.
 
     The attributes are those of :class:`Labelled`; ``trusted`` says which rows a column flags, and ``votes`` are
@@ -139,19 +165,6 @@ class Raw:
     ids: Columns = field(default_factory=dict)
     roles: Roles = Roles()
 
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    @property
-    def shape(self) -> tuple[int, ...] | None:
-        """(C, H, W) of pictures; None of anything else."""
-        return None if isinstance(self.inputs, (list, Mapping)) else tuple(self.inputs.shape[1:])
-
-    def take(self, positions: Array) -> Raw:
-        """Some of the rows, by their positions here."""
-        per_row = ("inputs", "labels", "rows", "trusted", "votes", "gold", "ids")
-        return replace(self, **{name: pick(getattr(self, name), positions) for name in per_row})
-
     def without(self, mask: Array, why: str) -> Raw:
         """The rows outside a mask; those in it are remembered with the reason."""
         if not mask.any():
@@ -165,7 +178,7 @@ class Raw:
 
 
 @dataclass(frozen=True, eq=False)
-class Labelled:
+class Labelled(_Rows):
     """Rows with labels, ready for a model.
 
     Attributes:
@@ -207,19 +220,10 @@ class Labelled:
     ids: Columns = field(default_factory=dict)
     roles: Roles = Roles()
 
-    def __len__(self) -> int:
-        return len(self.labels)
-
     def counts(self) -> list[int]:
         """How many rows have each class as their label."""
         count: list[int] = np.bincount(self.labels[self.labels >= 0], minlength=len(self.classes)).tolist()
         return count
-
-    def take(self, positions: Sequence[int] | Array) -> Labelled:
-        """Some of the rows, by their positions here, in that order."""
-        at = np.asarray(positions, dtype="int64")
-        per_row = ("inputs", "labels", "rows", "votes", "gold", "ids")
-        return replace(self, **{name: pick(getattr(self, name), at) for name in per_row})
 
     def standardised(self) -> Array:
         """The inputs of a table as a model takes them: imputed, standardised, with flags of what was missing."""

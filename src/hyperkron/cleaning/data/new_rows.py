@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from hyperkron.cleaning.data import arrays, checks
 from hyperkron.cleaning.data.encoding import Number, TableEncoding
 from hyperkron.cleaning.data.files import listing, nearest, np, several
-from hyperkron.cleaning.data.images import SUFFIXES, load_images
-from hyperkron.cleaning.data.labelled import Frame, Kind, Labelled, Raw, Roles
+from hyperkron.cleaning.data.images import SUFFIXES
+from hyperkron.cleaning.data.labelled import Frame, Kind, Labelled, Raw, Roles, pick
 from hyperkron.cleaning.data.limits import ReadOptions
-from hyperkron.cleaning.data.roles import infer_input, text_cells
+from hyperkron.cleaning.data.roles import column_inputs, infer_input
 from hyperkron.cleaning.data.sources import in_memory, locate
 from hyperkron.cleaning.data.values import Array, Columns, cells, read_numbers
 from hyperkron.solution import HyperkronError
@@ -59,8 +59,7 @@ class InputForm:
     @classmethod
     def of(cls, train: Labelled) -> InputForm:
         """The form of the training rows."""
-        shape = None if train.kind != "image" or isinstance(train.inputs, list) else tuple(train.inputs.shape[1:])
-        return cls(train.kind, train.roles, train.encoding, shape)
+        return cls(train.kind, train.roles, train.encoding, train.shape)
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
@@ -161,16 +160,13 @@ class InputForm:
                 guess = infer_input(frame, Roles())
                 column = guess.text or guess.image
             _require_columns([str(column)], frame.columns, frame.name)
-            if self.kind == "text":
-                inputs = text_cells(frame, str(column))
-                blank = sum(not text.strip() for text in inputs)
-                if blank:
-                    notes.append(f"{frame.name}: {several(blank, 'row')} without a text; do not rely on their answers.")
-            else:
-                where = f"{frame.name}: image={column!r}"
-                values = cells(frame.columns[str(column)])
-                inputs, broken, seen = load_images(values, frame.folder, where, options, self.shape)
-                inputs, rows, notes = inputs[~broken], np.flatnonzero(~broken), notes + seen
+            inputs, broken, seen = column_inputs(
+                frame, replace(Roles(), **{self.kind: str(column)}), options, self.shape
+            )
+            rows, notes = np.flatnonzero(~broken), notes + seen
+            inputs = pick(inputs, rows)
+            if self.kind == "text" and (blank := sum(not text.strip() for text in inputs)):
+                notes.append(f"{frame.name}: {several(blank, 'row')} without a text; do not rely on their answers.")
         return NewRows(inputs, rows, len(frame), {name: cells(frame.columns[name]) for name in kept}, tuple(notes))
 
 

@@ -24,8 +24,8 @@ def _load(
     options: ReadOptions,
     shape: tuple[int, ...] | None = None,
     **more: Any,
-) -> tuple[Raw, Roles]:
-    """The usable rows of a source, and the roles its columns got."""
+) -> Raw:
+    """The usable rows of a source."""
     if isinstance(source, (str, os.PathLike)):
         form, place = locate(source, argument, options, shape=shape, **more)
         opened = form.read(place)
@@ -35,9 +35,8 @@ def _load(
         named = asked.given("text", "image", "features", "trusted_column", "id", "annotator", "annotators")
         if named:
             raise HyperkronError(f"{' and '.join(named)}: {opened.name} has no columns; leave it out.")
-        return checks.usable(opened), asked
-    raw, found = frame_rows(opened, asked, options, shape)
-    return checks.usable(raw), found
+        return checks.usable(opened)
+    return checks.usable(frame_rows(opened, asked, options, shape))
 
 
 def _options(options: ReadOptions | None, charset: str | None) -> ReadOptions:
@@ -84,16 +83,15 @@ def read(
     """
     options, asked = _options(options, charset), Roles(text, label, image, features)
     if like is None:
-        raw, _ = _load(source, argument, asked, options, part=part)
+        raw = _load(source, argument, asked, options, part=part)
         classes = checks.class_list(raw)
         encoding, notes = _encoding(raw, options)
         notes += checks.duplicate_notes(raw, checks.keys(raw, checks.numeric_columns(raw)))
         return checks.labelled(raw, classes, encoding, notes)
     if like.encoding is not None and not asked.given("text", "image", "features") and not without_columns(source):
         asked = replace(asked, features=[column.name for column in like.encoding.columns])
-    shape = None if like.kind != "image" or isinstance(like.inputs, list) else tuple(like.inputs.shape[1:])
-    raw, _ = _load(source, argument, asked, options, shape, part=part)
-    checks.refuse_other_kind(raw, like.kind, shape, like.source)
+    raw = _load(source, argument, asked, options, like.shape, part=part)
+    checks.refuse_other_kind(raw, like.kind, like.shape, like.source)
     return checks.labelled(checks.known_only(raw, like.classes), like.classes, like.encoding)
 
 
@@ -135,10 +133,8 @@ def read_pair(
         >>> train.inputs, trusted.rows.tolist()
         (['a b', 'c'], [2, 3])
     """
-    options, asked = (
-        _options(options, charset),
-        Roles(text, label, image, features, trusted_column, id, annotator, annotators),
-    )
+    options = _options(options, charset)
+    asked = Roles(text, label, image, features, trusted_column, id, annotator, annotators)
     if trusted is not None and trusted_column is not None:
         raise HyperkronError(
             f"trusted={trusted!r:.100} and trusted_column={trusted_column!r} are both given; give one."
@@ -150,13 +146,13 @@ def read_pair(
                 "trusted=None: name a second source with rows whose labels are right (trusted=...), or the column of "
                 "train that flags them (trusted_column=...)."
             )
-    ours, found = _load(train, "train", asked, options, gold=False)
+    ours = _load(train, "train", asked, options, gold=False)
     if trusted is None:
         ours, theirs = _by_flag(ours, str(trusted_column))
     else:
-        named = asked.label if asked.annotators else found.label
-        single = replace(found, label=named, id=(), annotator=None, annotators=())
-        theirs, _ = _load(trusted, "trusted", single, options, ours.shape, gold=True)
+        named = asked.label if asked.annotators else ours.roles.label or asked.label
+        single = replace(ours.roles, label=named, id=(), annotator=None, annotators=())
+        theirs = _load(trusted, "trusted", single, options, ours.shape, gold=True)
         checks.refuse_other_kind(theirs, ours.kind, ours.shape, ours.name)
     return _pair(ours, theirs, options)
 

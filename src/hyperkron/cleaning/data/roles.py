@@ -151,8 +151,21 @@ def _holds_images(values: Values) -> bool:
     )
 
 
-def frame_rows(frame: Frame, asked: Roles, options: ReadOptions, shape: tuple[int, ...] | None) -> tuple[Raw, Roles]:
-    """The rows of a frame, and the roles its columns got; pictures come to ``shape`` if it is given."""
+def column_inputs(
+    frame: Frame, roles: Roles, options: ReadOptions, shape: tuple[int, ...] | None
+) -> tuple[Any, Array, list[str]]:
+    """The inputs that the columns of these roles hold, which rows have a broken picture, and messages."""
+    broken = np.zeros(len(frame), dtype=bool)
+    if roles.text is not None:
+        return _text_cells(frame, roles.text), broken, []
+    if roles.features is not None:
+        return {name: frame.columns[name] for name in roles.features}, broken, []
+    where = f"{frame.name}: image={roles.image!r}"
+    return load_images(cells(frame.columns[str(roles.image)]), frame.folder, where, options, shape)
+
+
+def frame_rows(frame: Frame, asked: Roles, options: ReadOptions, shape: tuple[int, ...] | None) -> Raw:
+    """The rows of a frame; pictures come to ``shape`` if it is given."""
     found, notes = resolve(frame, asked)
     label, flagged, rows = str(found.label), found.trusted_column, np.arange(len(frame))
     left_out: dict[str, Array] = {}
@@ -169,18 +182,9 @@ def frame_rows(frame: Frame, asked: Roles, options: ReadOptions, shape: tuple[in
     if ballot is not None:  # trusted rows have the label of their own column
         checked = np.zeros(len(frame), dtype=bool) if trusted is None else trusted
         labels = [labels[i] if checked[i] else name for i, name in enumerate(ballot.labels())]
-    kind: Kind = "image"
-    inputs: Any
-    broken = np.zeros(len(frame), dtype=bool)
-    if found.text is not None:
-        kind, inputs = "text", text_cells(frame, found.text)
-    elif found.features is not None:
-        kind, inputs = "table", {name: frame.columns[name] for name in found.features}
-    else:
-        where = f"{frame.name}: image={found.image!r}"
-        inputs, broken, seen = load_images(list(frame.columns[str(found.image)]), frame.folder, where, options, shape)
-        notes = [*seen, *notes]
-    messages = (*frame.messages, *notes)
+    kind: Kind = "text" if found.text is not None else "image" if found.features is None else "table"
+    inputs, broken, seen = column_inputs(frame, found, options, shape)
+    messages = (*frame.messages, *seen, *notes)
     ids = {name: cells(frame.columns[name]) for name in found.id}
     raw = Raw(
         frame.name,
@@ -196,8 +200,8 @@ def frame_rows(frame: Frame, asked: Roles, options: ReadOptions, shape: tuple[in
         roles=found,
     )
     if ballot is not None:
-        raw = replace(raw, votes=ballot.votes, answers=ballot.answers, annotators=ballot.annotators)
-    return raw.without(broken, "unreadable image"), found
+        raw = replace(ballot.given_to(raw), labels=labels)
+    return raw.without(broken, "unreadable image")
 
 
 def _class_name(name: str | None, classes: tuple[str, ...]) -> str | None:
@@ -206,7 +210,7 @@ def _class_name(name: str | None, classes: tuple[str, ...]) -> str | None:
     return classes[int(name)] if name and name.isdecimal() and int(name) < len(classes) else name
 
 
-def text_cells(frame: Frame, column: str) -> list[str]:
+def _text_cells(frame: Frame, column: str) -> list[str]:
     """The texts of a column, empty where missing."""
     values = frame.columns[column]
     nested = next((value for value in values if isinstance(value, (list, dict, bytes))), None)

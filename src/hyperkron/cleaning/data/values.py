@@ -208,14 +208,9 @@ def read_numbers(values: Values, form: NumberForm = "plain") -> tuple[Array, lis
     """
     if form == "plain":
         return numbers(values)
-    read: Callable[[Any], float | None] = {
-        "thousands": _thousands,
-        "decimal comma": _decimal_comma,
-        "date": lambda value: _days(value, day_first=False),
-        "date, day first": lambda value: _days(value, day_first=True),
-    }[form]
+    read: Callable[[Any, NumberForm], float | None] = _days if form.startswith("date") else _with_commas
     listed = cells(values)
-    parsed = [float("nan") if is_missing(value) else read(value) for value in listed]
+    parsed = [float("nan") if is_missing(value) else read(value, form) for value in listed]
     strange = [value for value, number in zip(listed, parsed, strict=True) if number is None]
     found = np.array([np.nan if number is None else number for number in parsed], dtype=np.float64)
     return np.where(np.abs(found) < LARGEST, found, np.nan), strange
@@ -255,15 +250,10 @@ def _likely(value: str) -> bool:
     )
 
 
-def _thousands(value: Any) -> float | None:
-    if isinstance(value, str) and _THOUSANDS.fullmatch(value.strip()):
-        return float(value.replace(",", ""))
-    return as_number(value)
-
-
-def _decimal_comma(value: Any) -> float | None:
-    if isinstance(value, str) and _COMMA.fullmatch(value.strip()):
-        return float(value.replace(".", "").replace(",", "."))
+def _with_commas(value: Any, form: NumberForm) -> float | None:
+    pattern, mark, point = (_THOUSANDS, ",", ".") if form == "thousands" else (_COMMA, ".", ",")
+    if isinstance(value, str) and pattern.fullmatch(value.strip()):
+        return float(value.replace(mark, "").replace(point, "."))
     return as_number(value)
 
 
@@ -277,7 +267,7 @@ def day_of(days: float) -> str:
     return (_EPOCH + datetime.timedelta(days=days)).date().isoformat()
 
 
-def _days(value: Any, day_first: bool) -> float | None:
+def _days(value: Any, form: NumberForm) -> float | None:
     """Days since 1970 of a date or a time; None of anything else."""
     if isinstance(value, datetime.datetime):
         moment = value.replace(tzinfo=None)
@@ -291,7 +281,7 @@ def _days(value: Any, day_first: bool) -> float | None:
             year, month, day, *clock = found.groups()
         elif other is not None:
             one, two, year, *clock = other.groups()
-            month, day = (two, one) if day_first else (one, two)
+            month, day = (two, one) if form.endswith("day first") else (one, two)
         else:
             return None
         try:

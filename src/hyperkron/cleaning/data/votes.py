@@ -6,12 +6,10 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from hyperkron.cleaning.data.files import listing, np, several
-from hyperkron.cleaning.data.labelled import Frame, Roles, pick
-from hyperkron.cleaning.data.values import Array, Values, category, cells, gaps, label_names, ordered
+from hyperkron.cleaning.data.labelled import SILENT, Frame, Raw, Roles, pick
+from hyperkron.cleaning.data.values import Array, category, cells, gaps, label_names, ordered
 from hyperkron.solution import HyperkronError
 
-SILENT = -1
-"""In place of a class, where a source does not vote."""
 FURTHER = "further vote"
 """Why a line of a long table is not a row of its own."""
 
@@ -49,6 +47,10 @@ class Ballot:
         """The name that most sources give to each row; None where all are silent."""
         found = majority_vote(self.votes, len(self.answers), ties="reliable").tolist()
         return [None if k == SILENT else self.answers[k] for k in found]
+
+    def given_to(self, raw: Raw) -> Raw:
+        """The rows with these votes, and their majority as labels."""
+        return replace(raw, labels=self.labels(), votes=self.votes, answers=self.answers, annotators=self.annotators)
 
 
 def majority_vote(votes: Array, classes: int, ties: str = "first") -> Array:
@@ -122,12 +124,9 @@ def gathered(frame: Frame, roles: Roles) -> tuple[Frame, Ballot, Array, Array, l
     if again:
         notes.append(f"{frame.name}: {several(again, 'line')} repeat a row and an annotator; the last label counts.")
     others = np.setdiff1d(np.arange(len(keys)), first)
-    rows = replace(frame, columns={name: _picked(values, first) for name, values in frame.columns.items()}, messages=())
+    columns = {name: list(values) if isinstance(values, list) else values for name, values in frame.columns.items()}
+    rows = replace(frame, columns=pick(columns, first), messages=())
     return rows, Ballot.of(said, annotators), first, others, notes
-
-
-def _picked(values: Values, at: Array) -> Values:
-    return pick(list(values) if isinstance(values, list) else values, at)
 
 
 def _refuse_mixed(frame: Frame, roles: Roles, at: Array, first: Array) -> None:

@@ -17,10 +17,10 @@ from typing import Any
 from hyperkron.cleaning.data.files import listing, np, several
 from hyperkron.cleaning.data.json_files import lines_of, read_json, read_json_lines
 from hyperkron.cleaning.data.kept import Kept
-from hyperkron.cleaning.data.labelled import Place, Raw
+from hyperkron.cleaning.data.labelled import SILENT, Place, Raw
 from hyperkron.cleaning.data.limits import ReadOptions
 from hyperkron.cleaning.data.values import Array
-from hyperkron.cleaning.data.votes import SILENT, Ballot, majority_vote
+from hyperkron.cleaning.data.votes import Ballot, majority_vote
 from hyperkron.solution import HyperkronError
 
 SUFFIXES = (".json", ".jsonl", ".jsonl.gz")
@@ -104,7 +104,7 @@ def _voted(raw: Raw, votes: Array, abstain: str) -> Raw:
     if abstain == "first":
         return replace(raw, labels=[raw.classes[max(k, 0)] for k in majority_vote(votes, len(raw.classes))])
     ballot = Ballot(votes, raw.classes, tuple(f"function {s}" for s in range(votes.shape[1])))
-    voted = replace(raw, labels=ballot.labels(), votes=votes, answers=ballot.answers, annotators=ballot.annotators)
+    voted = ballot.given_to(raw)
     return voted.without(silent, "no vote") if abstain == "drop" else voted
 
 

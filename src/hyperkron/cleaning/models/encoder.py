@@ -10,16 +10,15 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from hyperkron.cleaning.models.encoder_head import EncoderHead, Hidden, encoder_layers, mean_pool, pack
 from hyperkron.solution import HyperkronError, NonFiniteError
-from hyperkron.validation import check_interval, check_whole
+from hyperkron.validation import check_whole
 
 HUB_ENCODER = "sentence-transformers/all-MiniLM-L6-v2"
 """The encoder that is fetched where none is named or found."""
@@ -45,8 +44,7 @@ class EncoderUnavailable(HyperkronError):
     """A text encoder that is not available here; the message says why and what to do."""
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """Which encoder, and whether somebody asked for it by name."""
 
     name: str
@@ -177,18 +175,18 @@ class TextEncoder:
                 states[row] = state[: len(tokens[row])].clone()
         return pack(states, self.dim, dtype)
 
-    def with_head(self, classes: int, layers: int = 0, *, dropout: float = 0.0) -> EncoderHead:
+    def with_head(self, classes: int, layers: int = 0) -> EncoderHead:
         """A classifier of the states of :meth:`prefix`: copies of the last layers and a fresh linear head, trainable.
+
+        There is no dropout, so that every evaluation of the loss is the same function.
 
         Args:
             classes: how many logits come out.
             layers: how many layers are trained beside the head.
-            dropout: of the trained layers while training; 0 keeps every evaluation of the loss the same function.
         """
         self._check_layers(layers)
         check_whole("classes", classes)
-        check_interval("dropout", dropout, 0, 1, brackets="[)")
-        head = EncoderHead(self._model, classes, layers, dropout)
+        head = EncoderHead(self._model, classes, layers)
         self._check_split(head)
         return head
 
@@ -299,7 +297,10 @@ def _load(name: str) -> tuple[Any, Any]:
     try:
         return _read(transformers, name, name, local=True)
     except EncoderUnavailable:
-        _reach_hub(name)
+        if trouble := _hub_trouble(name):
+            raise EncoderUnavailable(
+                f"encoder={name!r} is not on this computer and cannot be fetched ({trouble}); {_REMEDY}."
+            ) from None
     return _read(transformers, name, name, local=False)
 
 
@@ -321,14 +322,6 @@ def _hub_trouble(name: str) -> str:
     asking.start()
     asking.join(HUB_SECONDS)
     return found[-1]
-
-
-def _reach_hub(name: str) -> None:
-    """Fail at once where the hub cannot be reached or has no such model."""
-    if trouble := _hub_trouble(name):
-        raise EncoderUnavailable(
-            f"encoder={name!r} is not on this computer and cannot be fetched ({trouble}); {_REMEDY}."
-        )
 
 
 def _read(transformers: Any, place: str, name: str, *, local: bool) -> tuple[Any, Any]:

@@ -79,10 +79,9 @@ class EncoderHead(nn.Module):
         model: a Hugging Face encoder; it is copied, never changed.
         classes: how many logits come out.
         layers: how many of its last layers are part of this network.
-        dropout: of those layers while training.
     """
 
-    def __init__(self, model: Any, classes: int, layers: int, dropout: float) -> None:
+    def __init__(self, model: Any, classes: int, layers: int) -> None:
         super().__init__()
         self.layers, width = layers, int(model.config.hidden_size)
         self.upper: nn.Module | None = None
@@ -93,7 +92,7 @@ class EncoderHead(nn.Module):
             self._prepares = _takes_prepared(self.upper, width)
             for module in self.upper.modules():
                 if isinstance(module, nn.Dropout):
-                    module.p = dropout
+                    module.p = 0.0
         self.head = nn.Linear(width, classes).to(next(model.parameters()).device)
 
     def features(self, hidden: Tensor, mask: Tensor) -> Tensor:

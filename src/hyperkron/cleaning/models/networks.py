@@ -7,13 +7,13 @@ import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hyperkron.solution import HyperkronError
-from hyperkron.validation import check_one_of, check_whole
+from hyperkron.validation import check_whole
 
 SMALLEST, LARGEST = 8, 64
 """Pixels on a side of the images that :func:`small_cnn` is made for."""
@@ -142,29 +142,21 @@ def _check(**sizes: int) -> None:
         check_whole(name, value)
 
 
-Kind = Literal["text", "table", "image"]
-"""What the inputs are: texts (as embeddings), rows of numbers, or images."""
-
 _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z", re.ASCII)
 
 
-def default_model(
-    kind: Kind, inputs_shape: Sequence[int], classes: int, *, hidden: int | Sequence[int] | None = None
-) -> Callable[[], nn.Module]:
+def default_model(inputs_shape: Sequence[int], classes: int) -> Callable[[], nn.Module]:
     """A builder of the default network; every call makes a fresh one, initialised under the current seed of torch.
 
-    Texts, as embeddings, get a linear head; tables a perceptron with one hidden layer of 128; square images of 16 to 64
-    pixels :func:`small_cnn`, and other images a perceptron on their pixels.
+    Square images of 16 to 64 pixels get :func:`small_cnn`; other images, tables and embeddings of texts a perceptron
+    with one hidden layer of 128.
 
     Args:
-        kind: of the data.
         inputs_shape: shape of one example, without the batch: (d,) or (C, H, W).
         classes: how many there are.
-        hidden: the hidden layers instead of the default: a size, several, or ``()`` for a linear model. For images
-            one size is the width of the convolutional network; several, or ``()``, make a perceptron on the pixels.
 
     Example:
-        >>> build = default_model("table", (20,), 3)
+        >>> build = default_model((20,), 3)
         >>> build()
         Sequential(
           (0): Flatten(start_dim=1, end_dim=-1)
@@ -174,23 +166,13 @@ def default_model(
         )
     """
     shape = tuple(int(n) for n in inputs_shape)
-    check_one_of("kind", kind, ("text", "table", "image"))
-    if len(shape) != (3 if kind == "image" else 1) or min(shape) < 1:
-        form = "(channels, height, width)" if kind == "image" else "(features,)"
-        raise HyperkronError(f"inputs_shape={shape} must be {form} for kind={kind!r}, the shape of one example.")
-    if kind == "image" and (hidden is None or isinstance(hidden, int)) and _fits_small_cnn(shape):
-        build = partial(small_cnn, shape[0], shape[1], classes, 32 if hidden is None else hidden)
-    elif kind == "text" and hidden is None:
-        build = partial(linear, shape[0], classes)
+    if len(shape) == 3 and shape[1] == shape[2] and 2 * SMALLEST <= shape[1] <= LARGEST:
+        build = partial(small_cnn, shape[0], shape[1], classes)
     else:
-        build = partial(mlp, prod(shape), classes, 128 if hidden is None else hidden)
+        build = partial(mlp, prod(shape), classes)
     with torch.device("meta"):  # bad sizes are met now; this makes nothing and draws no numbers
         build()
     return build
-
-
-def _fits_small_cnn(shape: tuple[int, ...]) -> bool:
-    return shape[1] == shape[2] and 2 * SMALLEST <= shape[1] <= LARGEST
 
 
 def load_callable(name: str) -> Callable[..., Any]:

@@ -93,8 +93,6 @@ def read_run(folder: Path) -> RunContents:
     classes, chosen = result.child("data").texts("classes"), result.text("chosen")
     matrix = _read_matrix(result, classes)
     candidates = [fields.into(Candidate) for fields in result.children("candidates")]
-    if chosen:
-        candidates = [replace(c, chosen=c.name == chosen) for c in candidates]
     config_text = read_text(folder / "config.json")
     config = result.child("config").raw if config_text is None else parse(config_text, folder / "config.json").raw
     suspects, notes = _read_suspects(folder / "suspects.jsonl")
@@ -102,8 +100,8 @@ def read_run(folder: Path) -> RunContents:
         folder=folder,
         result=result,
         config=config,
-        chosen=chosen or next((c.name for c in candidates if c.chosen), ""),
-        candidates=candidates,
+        chosen=chosen,
+        candidates=[replace(c, chosen=c.name == chosen) for c in candidates],
         classes=classes or [str(i) for i in range(len(matrix))],
         matrix=matrix,
         suspects=suspects,

@@ -5,9 +5,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import math
+from collections import Counter
 from importlib.resources import files
-from itertools import pairwise
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -18,7 +17,6 @@ from hyperkron.cleaning.explain import Explanation
 from hyperkron.cleaning.recorded import installed_version
 from hyperkron.cleaning.report import plots, wording
 from hyperkron.cleaning.report.folder import RunContents, Suspect, read_run
-from hyperkron.solution import HyperkronError
 from hyperkron.training.writing import in_words, remove_stale, whole_file
 
 PAGE_SIZE = 50
@@ -30,7 +28,6 @@ MAX_EXPLAINED_TEXT = 1000
 MAX_EXAMPLES = 2**25
 """Characters of all texts, pictures and features on the page; further suspects are listed without theirs."""
 _CHIPS = 6
-_BINS = 20
 
 
 def filled(template: str, script: str | None = None, data: str = "", **context: Any) -> str:
@@ -47,8 +44,7 @@ def filled(template: str, script: str | None = None, data: str = "", **context: 
         loader=jinja.FunctionLoader(_package_text),
     )
     words = ("percent", "count", "duration", "memory", "value", "moment")
-    environment.filters.update({name: getattr(wording, name) for name in words})
-    environment.filters.update({name: getattr(plots, name) for name in ("plain", "number", "shorten")})
+    environment.filters.update({name: getattr(wording, name) for name in words}, plain=plots.plain)
     code, style = "" if script is None else _package_text(script), _package_text("report.css")
     allowed = "'none'" if script is None else _source(code)
     policy = f"default-src 'none'; img-src data:; style-src {_source(style)}; script-src {allowed}; "
@@ -136,7 +132,8 @@ def embed(value: Any) -> str:
 
 def _data(run: RunContents) -> str:
     top = max([1.0, *(w for s in run.suspects for w in s.weights if w is not None)])
-    suspects, room = [], MAX_EXAMPLES
+    suspects: list[dict[str, Any]] = []
+    room = MAX_EXAMPLES
     for rank, s in enumerate(run.suspects, 1):
         shown = _suspect(rank, s, top)
         room -= len(shown["text"]) + len(shown["picture"]) + 20 * len(shown["features"])
@@ -144,12 +141,9 @@ def _data(run: RunContents) -> str:
     givens, suggestions = _labels(run)
     about = {"page_size": PAGE_SIZE, "spark": plots.SPARK_SIZE, "givens": givens, "suggestions": suggestions}
     digest = run.config.get("data")
-    about |= {
-        "classes": run.classes,
-        "run": run.folder.resolve().name,
-        "key": digest if isinstance(digest, str) else "",
-    }
-    return embed(about | {"suspects": suspects})
+    key = digest if isinstance(digest, str) else ""
+    about |= {"classes": run.classes, "run": run.folder.resolve().name, "key": key, "suspects": suspects}
+    return embed(about)
 
 
 def _labels(run: RunContents) -> tuple[list[str], list[str]]:
@@ -183,7 +177,7 @@ def _suspect(rank: int, s: Suspect, top: float) -> dict[str, Any]:
 def _context(run: RunContents) -> dict[str, Any]:
     """What must be computed; the template takes everything else from ``run`` itself."""
     candidates = sorted(run.candidates, key=lambda c: (c.accuracy is None, -(c.accuracy or 0.0)))
-    givens, suggestions = _labels(run)
+    (givens, suggestions), sources = _labels(run), run.result.children("sources")
     return {
         "run": run,
         "name": run.folder.resolve().name,
@@ -192,15 +186,15 @@ def _context(run: RunContents) -> dict[str, Any]:
         "candidates": candidates,
         "winner": next((c for c in candidates if c.chosen), None),
         "axis": plots.accuracy_axis(candidates),
-        "suspect_count": wording.suspect_count(run),
+        "suspect_count": run.result.child("suspects").count("count"),
         "least_stable": STABLE,
         "givens": givens,
         "suggestions": suggestions,
         "corrections": _corrections(run),
         "bars": _histogram(run),
         "noise": plots.noise_table(run.classes, run.matrix) if run.matrix else None,
-        "sources": run.result.children("sources"),
-        "reliability": [x for x in (s.number("right") for s in run.result.children("sources")) if x is not None],
+        "sources": sources,
+        "reliability": [right for s in sources if (right := s.number("right")) is not None],
         "per_class": {fields.label("name"): fields for fields in run.result.children("per_class")},
         "few_per_class": FEW_PER_CLASS,
         "config": [pair for pair in wording.settings(run.config) if pair[0] not in ("format", "command")],
@@ -209,27 +203,13 @@ def _context(run: RunContents) -> dict[str, Any]:
 
 def _corrections(run: RunContents) -> list[tuple[str, str, int]]:
     """The commonest pairs of given and suggested label among the suspects that are listed."""
-    pairs: dict[tuple[str, str], int] = {}
-    for s in run.suspects:
-        pairs[s.given, s.suggested] = pairs.get((s.given, s.suggested), 0) + 1
+    pairs = Counter((s.given, s.suggested) for s in run.suspects)
     ranked = sorted(pairs.items(), key=lambda item: (-item[1], item[0]))
     return [(given, suggested, n) for (given, suggested), n in ranked[:_CHIPS]]
 
 
 def _histogram(run: RunContents) -> plots.Histogram | None:
-    """Of rows.csv where it is there, split into suspects and others; else of the counts in result.json."""
-    weights = run.result.child("weights")
-    edges = [x for x in weights.numbers("edges") if x is not None]
-    counts = [int(x or 0) for x in weights.numbers("counts")]
-    if any(b <= a for a, b in pairwise(edges)) or (edges and len(counts) != len(edges) - 1):
-        raise HyperkronError(
-            f"{run.result.file}: weights has {len(edges)} edges and {len(counts)} counts; the edges must increase and "
-            "be one more than the counts; run `hyperkron clean` again."
-        )
+    """Of the weights in rows.csv, split into suspects and others."""
     if not run.rows:
-        return plots.histogram(edges, counts, None) if counts else None
-    if len(edges) < 2:
-        top = max([1.0, *filter(math.isfinite, (row.weight for row in run.rows))])
-        edges = [top * i / _BINS for i in range(_BINS + 1)]
-    kept, suspect = ([row.weight for row in run.rows if row.suspect is which] for which in (False, True))
-    return plots.histogram(edges, plots.bin_counts(edges, kept), plots.bin_counts(edges, suspect))
+        return None
+    return plots.histogram(*([row.weight for row in run.rows if row.suspect is which] for which in (False, True)))

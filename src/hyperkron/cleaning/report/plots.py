@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from hyperkron.cleaning.report.folder import Candidate
 
-SPARK_POINTS = 60
-"""Points of a sparkline; longer histories are thinned out."""
+EDGES = [i / 20 for i in range(21)]
+"""Between the bars of the histogram of weights."""
 SPARK_SIZE = (96, 24)
 """Width and height of a sparkline."""
 MAX_CLASSES = 20
@@ -47,34 +47,7 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
     return [round(i * step, 12) for i in range(first, last + 1)]
 
 
-def number(x: float) -> str:
-    """A number for an axis, short."""
-    if x and (abs(x) >= 1e5 or abs(x) < 1e-3):
-        return f"{x:.3g}"
-    return f"{x:,.4g}" if abs(x) < 1e4 else f"{x:,.0f}"
-
-
-def shorten(text: str, length: int) -> str:
-    """A text of at most ``length`` characters."""
-    return text if len(text) <= length else text[: length - 1] + "…"
-
-
-def _finite(values: Iterable[float | None]) -> list[float]:
-    return [x for x in values if x is not None]
-
-
 # --- accuracies --------------------------------------------------------------------------------------------
-
-
-def accuracy_range(candidates: Sequence[Candidate]) -> tuple[float, float]:
-    """The part of [0, 1] that holds every accuracy and interval, out to round numbers."""
-    values = [x for c in candidates for x in _finite((c.accuracy, c.low, c.high, c.test_accuracy))]
-    if not values:
-        return 0.0, 1.0
-    wide = max(max(values) - min(values), 0.02)
-    step = next(s for s in (0.01, 0.02, 0.05, 0.1, 0.2, 1.0) if wide / s <= 6)
-    low, high = math.floor(min(values) / step + 1e-9) * step, math.ceil(max(values) / step - 1e-9) * step
-    return (low, high) if high > low else (low, low + step)
 
 
 class Axis(NamedTuple):
@@ -99,8 +72,12 @@ class Axis(NamedTuple):
 
 
 def accuracy_axis(candidates: Sequence[Candidate]) -> Axis:
-    """The axis of the dot plot."""
-    return Axis(*accuracy_range(candidates), 0.02, 0.98)
+    """The axis of the dot plot: the part of [0, 1] that holds every accuracy and interval, out to round numbers."""
+    found = [x for c in candidates for x in (c.accuracy, c.low, c.high, c.test_accuracy) if x is not None] or [0.0, 1.0]
+    wide = max(max(found) - min(found), 0.02)
+    step = next(s for s in (0.01, 0.02, 0.05, 0.1, 0.2, 1.0) if wide / s <= 6)
+    low, high = math.floor(min(found) / step + 1e-9) * step, math.ceil(max(found) / step - 1e-9) * step
+    return Axis(low, max(high, low + step), 0.02, 0.98)
 
 
 # --- weights -----------------------------------------------------------------------------------------------
@@ -134,49 +111,34 @@ class Bar(NamedTuple):
 
 
 class Histogram(NamedTuple):
-    """Numbers of rows by weight, the suspects (if they are ``split`` off) on top; levels are numbers with heights."""
+    """Numbers of rows by weight, the suspects on top; levels are numbers with heights."""
 
     axis: Axis
     bars: list[Bar]
     levels: list[tuple[float, float]]
-    split: bool
 
 
-def histogram(edges: Sequence[float], kept: Sequence[int], suspect: Sequence[int] | None) -> Histogram:
-    """The bars of numbers of rows by weight."""
-    above, axis = suspect or [0] * len(kept), Axis(edges[0], edges[-1], 0.09, 0.99)
-    most = max(1, *(a + b for a, b in zip(kept, above, strict=True)))
+def histogram(kept: Iterable[float], suspect: Iterable[float]) -> Histogram:
+    """The bars of the weights of suspects and of the other rows."""
+    below, above = (bin_counts(EDGES, weights) for weights in (kept, suspect))
+    axis, most = Axis(0.0, 1.0, 0.09, 0.99), max(1, *map(sum, zip(below, above, strict=True)))
     bars = []
-    for low, high, below, on_top in zip(edges, edges[1:], kept, above, strict=False):
+    for low, high, n, on_top in zip(EDGES, EDGES[1:], below, above, strict=False):
         wide = axis.share(high) - axis.share(low)
         x, width = (f"{plain(100.0 * share)}%" for share in (axis.share(low) + 0.04 * wide, 0.92 * wide))
-        bars.append(Bar(low, high, below, on_top, x, width, HEIGHT * below / most, HEIGHT * on_top / most))
+        bars.append(Bar(low, high, n, on_top, x, width, HEIGHT * n / most, HEIGHT * on_top / most))
     levels = [(y, TOP + HEIGHT * (1 - y / most)) for y in ticks(0, most, 4) if y == int(y)]
-    return Histogram(axis, bars, levels, suspect is not None)
+    return Histogram(axis, bars, levels)
 
 
 # --- histories --------------------------------------------------------------------------------------------
 
 
-def thin(values: list[float], most: int) -> list[float]:
-    """At most ``most`` of the values, evenly spaced, with the first and the last.
-
-    Example:
-        >>> thin([float(i) for i in range(9)], 3)
-        [0.0, 4.0, 8.0]
-    """
-    if len(values) <= most:
-        return values
-    return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
-
-
-def sparkline(history: Sequence[float | None], top: float) -> str:
+def sparkline(history: Sequence[float], top: float) -> str:
     """The points of a polyline that shows a history of weights on the scale from 0 to ``top``."""
-    values = thin(_finite(history), SPARK_POINTS)
     width, height = SPARK_SIZE
-    wide = (width - 6) / max(1, len(values) - 1)
-    tall = (height - 6) / (top if top > 0 else 1.0)
-    points = ((3 + i * wide, height - 3 - tall * min(max(y, 0.0), top)) for i, y in enumerate(values))
+    wide, tall = (width - 6) / max(1, len(history) - 1), (height - 6) / top
+    points = ((3 + i * wide, height - 3 - tall * min(max(y, 0.0), top)) for i, y in enumerate(history))
     return " ".join(f"{plain(x)},{plain(y)}" for x, y in points)
 
 

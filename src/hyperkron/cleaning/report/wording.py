@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
@@ -103,16 +102,6 @@ def settings(config: dict[str, Any], within: str = "") -> list[tuple[str, str]]:
     return found
 
 
-def suspect_count(run: RunContents) -> int | None:
-    """How many rows are suspects: as result.json says, else as rows.csv has them, else as many as are listed."""
-    said = run.result.child("suspects").count("count")
-    if said is not None:
-        return said
-    if run.rows is not None:
-        return sum(row.suspect for row in run.rows)
-    return len(run.suspects) or None
-
-
 def heading(run: RunContents) -> str:
     """What to do, in a few words."""
     if run.result.items("unfinished"):
@@ -130,7 +119,7 @@ def few_trusted(run: RunContents) -> bool:
     return rows is not None and few(rows, len(run.classes))
 
 
-def interval(low: float | None, high: float | None, digits: int = 1) -> str:
+def interval(low: float | None, high: float | None) -> str:
     """An interval of shares.
 
     Example:
@@ -139,9 +128,7 @@ def interval(low: float | None, high: float | None, digits: int = 1) -> str:
     """
     if low is None or high is None:
         return UNKNOWN
-    return (
-        f"at least {percent(low, digits)}" if high >= 0.9995 else f"{percent(low, digits)} to {percent(high, digits)}"
-    )
+    return f"at least {percent(low)}" if high >= 0.9995 else f"{percent(low)} to {percent(high)}"
 
 
 def of_rows(accuracy: float | None, rows: float | None) -> str:
@@ -183,28 +170,3 @@ def difference(candidate: Candidate, winner: Candidate | None) -> str:
     if candidate.different is None:
         return points
     return f"{points}, {'' if candidate.different else 'not '}significant"
-
-
-def comparison(candidates: Sequence[Candidate]) -> str:
-    """How the chosen candidate stands against the cleaned model or, if it is that, against the best alternative.
-
-    ``candidates`` are sorted, the best first.
-    """
-    winner = next((c for c in candidates if c.chosen), None)
-    others = [c for c in candidates if not c.chosen]
-    other = next((c for c in others if c.name == OURS), others[0] if others else None)
-    if winner is None or other is None or winner.accuracy is None or other.accuracy is None:
-        return ""
-    named = "The cleaned model" if other.name == OURS else f"The best alternative, “{other.name}”,"
-    said, points = f"{named} reaches {percent(other.accuracy)}", 100 * (winner.accuracy - other.accuracy)
-    if abs(points) < 0.05:
-        return f"{said}, the same accuracy."
-    said += f", {abs(points):.1f} points {'less' if points > 0 else 'more'}"
-    different = other.different
-    limits = (winner.low, winner.high, other.low, other.high)
-    if different is None and None not in limits:  # a run that did not compare them row by row
-        low, high, other_low, other_high = (x or 0.0 for x in limits)
-        different = low > other_high or other_low > high
-    if different is None:
-        return said + "."
-    return said + (", a significant difference." if different else ": no significant difference.")
