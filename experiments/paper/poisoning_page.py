@@ -150,7 +150,7 @@ def tables(result: Result | None) -> list[Table]:
         return [
             Table("Printed accuracy drops in % and hours", columns, [[str(x) for x in row] for row in found["rows"]])
         ]
-    return [_drops(result), *_longer(result), *_prices(result), *_defence(result)]
+    return [_drops(result), *_several(result), *_longer(result), *_prices(result), *_defence(result)]
 
 
 def _drops(result: Result) -> Table:
@@ -188,6 +188,20 @@ def _drops(result: Result) -> Table:
         "own steps"
     )
     return Table(title, columns, rows)
+
+
+def _several(result: Result) -> list[Table]:
+    """Drops as means over networks trained on the same rows, where there are any."""
+    rows = []
+    for model, of in result.figures.get("networks", {}).items():
+        for name in (name for name in ORDER if name in of):
+            wanted = paper_row(model)[COLUMNS[name]]
+            each = ", ".join(f"{x:.2f}" for x in of[name])
+            rows.append([model, name, f"{wanted:.2f}", each, shown(of[name], 2), cell(of[name], wanted).value])
+        gap = Difference.of(of["TGDA-CG"], of["TGDA-KFAC-EMP"])
+        rows.append([model, "KFAC less CG", f"{printed_gap(model):.2f}", "", f"{gap:.2f}" if gap else "–", "–"])
+    title = "Accuracy drop in points where several networks were trained on the rows of each seed: their mean, own steps"
+    return [Table(title, ["model", "method", "printed", "by seed", "mean", "verdict"], rows)] if rows else []
 
 
 def _longer(result: Result) -> list[Table]:

@@ -340,7 +340,8 @@ def times(device: str, names: Sequence[str], lines: Lines, size: Size = TIMED) -
     known = {row["method"] for row in lines.rows}
     for name in (name for name in names if name not in known):
         setting = {"outer": 0.1, "inner": LENGTH.inner, **{own: first for own, (first, _) in OTHERS.items()}}
-        found = resnet_runs.step_times(name, setting, split, size, 10)
+        tau = int(name.rpartition("τ")[2]) if "τ" in name else 1
+        found = resnet_runs.step_times(name, setting, split, size, max(10, 2 * tau), warm=6 + 2 * tau)
         print(lines.append({"method": name, **found}), flush=True)
 
 
@@ -375,7 +376,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     options.steps = options.steps or plan_of(options.batch).steps
     lines, more = Lines(options.out or (TIMES if options.times else result_of(options.batch))), options.batch / BATCH
-    alone = options.alone = {row["method"]: more * row["median"] for row in Lines(TIMES).rows}
+    alone = options.alone = {row["method"]: more * row["mean"] for row in Lines(TIMES).rows}
     if options.batch != BATCH:
         options.checkpoints /= f"batch-{options.batch}"
 

@@ -71,7 +71,7 @@ def _unvisited(names: Sequence[str]) -> str:
 
 def milliseconds(times: Rows) -> dict[str, float]:
     """Of an outer step, each method alone on the device."""
-    return {row["method"]: row["median"] for row in times}
+    return {row["method"]: row["mean"] for row in times}
 
 
 def _faster(times: Times, one: str, other: str) -> bool:

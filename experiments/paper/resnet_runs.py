@@ -303,7 +303,10 @@ def _weights(made: Run, split: Split, size: Size) -> dict[str, Any]:
 
 
 def step_times(name: str, setting: Setting, split: Split, size: Size, steps: int, warm: int = 6) -> dict[str, float]:
-    """Milliseconds of an outer step after the first ones, which record graphs: median and mean."""
+    """Milliseconds of an outer step after ``warm`` ones, in which graphs are recorded: median and mean.
+
+    Where a curvature serves τ steps, the steps before are enough for two refreshes more, and the mean counts.
+    """
     made = prepare(name, setting, split, 0, size)
     made.advance(warm)
     times = []
