@@ -209,7 +209,7 @@ def _times_positions(weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def _times_outputs(numbers: int, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """The same through Σ_s b_s a_sᵀ, of so many outputs at a time that these are at most ``numbers`` numbers."""
+    """The same through Σ_s b_s a_sᵀ, of some outputs at a time: at most ``numbers`` numbers, for at least one."""
     total = weight.new_zeros(len(weight), len(a))
     size = max(1, numbers // max(1, len(a) * weight.shape[1] * weight.shape[3]))
     for v, some in zip(weight.split(size, 2), b.split(size, 3), strict=True):

@@ -362,9 +362,8 @@ class Task:
         Pooling is several times as fast then, and patches need not be transposed. Models that flatten by ``x.view`` are
         the ones that do not go through.
         """
-        convolutions = any(isinstance(module, nn.Conv2d) for module in self.model.modules())
         levels: tuple[tuple[Level, ExampleRows], ...] = (("inner", self.train.rows), ("outer", self.queries))
-        if point.device.type != "cpu" or not convolutions:
+        if point.device.type != "cpu" or not self._convolves:
             return
         for level, rows in levels:
             rows.channels_last = True
@@ -374,6 +373,10 @@ class Task:
             except RuntimeError:
                 rows.channels_last = False
         self.curvature.rows.channels_last = self.train.rows.channels_last
+
+    @property
+    def _convolves(self) -> bool:
+        return any(isinstance(module, nn.Conv2d) for module in self.model.modules())
 
     def _objective(self, model: nn.Module, hyper: nn.Module, batch: Any) -> Loss:
         """J_in of a batch; of all batches where a curvature asks for the whole set at once."""
@@ -385,13 +388,12 @@ class Task:
         return sum(weighted, Loss(torch.zeros(())))
 
     def ways(self, point: Point, way: Way, count: int) -> list[Products]:
-        """The ways to try, the cheapest first: by layers for several queries, and for images on a CPU; else by forward
-        mode."""
+        """The ways to try, the cheapest first: by layers for several queries and on a CPU, else by forward mode."""
         if way != "auto":
             return [LayerProducts(point) if way == "layers" else ForwardProducts(point)]
         forward, layers = ForwardProducts(point), layers_of(point)
         if layers is None:
             return [forward]
-        several = count > FEW or self.train.rows.channels_last
+        on_cpu = point.device.type == "cpu" and (self.train.rows.channels_last or not self._convolves)
         covered = not layers.plan.rest or getattr(self.method.curvature, "fallback", "") == "zero"
-        return [layers, forward] if several and covered else [forward, layers]
+        return [layers, forward] if (count > FEW or on_cpu) and covered else [forward, layers]

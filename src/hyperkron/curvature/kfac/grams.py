@@ -25,6 +25,8 @@ MIN_MULTIPLICATIONS = 2**34
 """From this many multiplications on, scaling (one pass over the rows, a few launches) costs less than it saves."""
 GRADIENTS = {"cpu": 2**21, "cuda": 2**25}
 """Gradients of single examples are computed at most this many numbers at a time, by device type."""
+LARGE_GRADIENT = 2**16
+"""From this many numbers on, a CPU computes and squares the gradients of examples one by one."""
 WIDE_OUTPUT = 2**14
 """For layers with at least this many outputs (a vocabulary), B is kept as rows and never as a matrix."""
 MOST_ROWS = 2**12
@@ -187,8 +189,7 @@ def corrected(block: Block, x: Tensor, g: Tensor, q_a: Tensor, q_b: Tensor) -> T
         if a.shape[2] == 1:
             total += (b[:, :, 0].square().permute(1, 2, 0)) @ (a[:, :, 0].square().transpose(0, 1))
         else:
-            for some, of_them in zip(b.split(together), a.split(together), strict=True):
-                total += _sum_of_squares(some.mT @ of_them)
+            _add_squares(total, a, b, together)
     return total
 
 
@@ -226,6 +227,19 @@ def _columns_of_inputs(block: Block, q_a: Tensor) -> Tensor | None:
     """The rows of Q_A that belong to the weight, in the order of the layer's inputs."""
     d = block.layer.d_in if block.weight is not None else 0
     return block.layer.reordered(q_a[:, :d]) if d else None
+
+
+def _add_squares(total: Tensor, a: Tensor, b: Tensor, size: int) -> None:
+    """Add Σ_n (b_nᵀ a_n)² to ``total``, ``size`` examples at a time; on a CPU one by one if they are large, so that
+    the product is squared while it is in the cache."""
+    if total.device.type == "cpu" and total.numel() >= LARGE_GRADIENT:
+        product = torch.empty_like(total)
+        for some, of_them in zip(b, a, strict=True):
+            torch.bmm(some.mT, of_them, out=product)
+            total.addcmul_(product, product)
+        return
+    for some, of_them in zip(b.split(size), a.split(size), strict=True):
+        total += _sum_of_squares(some.mT @ of_them)
 
 
 def _sum_of_squares(x: Tensor) -> Tensor:
