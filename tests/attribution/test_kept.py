@@ -223,6 +223,16 @@ def test_nothing_else_of_a_part_is_left_when_the_next_begins(
     assert left[:3] == [set(), *2 * [set() if most == 1000 else {"LayerGradients"}]]
 
 
+def test_nothing_is_kept_for_scores_beside_large_vectors(arguments: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn_alike(monkeypatch)
+    wanted = hk.attribute(*arguments, method=method(), batch_size=16, way="layers").scores
+    before = calls(arguments)
+    monkeypatch.setattr("hyperkron.attribution.task.CHUNK", 1)
+    assert calls(arguments) > before
+    found = hk.attribute(*arguments, method=method(), batch_size=16, way="layers").scores
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-14)
+
+
 def test_inputs_that_layers_share_count_once() -> None:
     blocks = list(plan(nn.ModuleList([nn.Linear(5, 4), nn.Linear(5, 4)]), "zero").blocks.values())
     x, first, second = torch.randn(6, 3, 5), torch.randn(6, 3, 4), torch.randn(6, 3, 4)

@@ -117,7 +117,7 @@ class Task:
                 store = stack.enter_context(Store(folder, (count, total), told))
             vectors, stats = (None, {}) if store is None else (store.vectors(self.params), store.stats)
             ways = self.ways(point, way, count)
-            point.kept = self._keeping(ways[0]) if store is None else None
+            point.kept = self._keeping(ways[0], count) if store is None else None
             if vectors is None:
                 vectors, stats = self._vectors(point, aggregate, progress, ways[0])
                 if store is not None:
@@ -147,11 +147,13 @@ class Task:
             batch = self.train.rows.batch(start, stop)
             yield start, first_suitable(ways, batch, vectors, stop - start) * share
 
-    def _keeping(self, way: Products) -> KeptProducts | None:
+    def _keeping(self, way: Products, count: int) -> KeptProducts | None:
         """Where gradients of the training examples may be kept while A is measured on them.
 
-        Those of Kronecker blocks are: not of a weight that an embedding uses as well.
+        Those of Kronecker blocks are: not of a weight that an embedding uses as well, nor beside large vectors.
         """
+        if count * sum(p.numel() for p in self.params.values()) > CHUNK:
+            return None
         if not way.point.keeps or not isinstance(way, LayerProducts) or self.curvature.rows is not self.train.rows:
             return None
         in_blocks = {name for block in way.plan.blocks.values() for name in block.names}
@@ -168,7 +170,7 @@ class Task:
         not suit the model, which the first batch shows."""
         if kept is None or not kept.complete:
             return None
-        covered = {name for one in kept.parts[0][1] for name in one.block.names}
+        covered = {name for one in kept.first for name in one.block.names}
         if any(bool(v.any()) for name, v in vectors.items() if name not in covered):
             return None
         start, stop = self.train.spans[0]
@@ -247,8 +249,7 @@ class Task:
 
     def _usable(self, bases: dict[str, Eigenbasis], kept: KeptProducts | None) -> dict[str, Eigenbasis]:
         """The bases that are as precise as the model, of blocks without kept gradients, which are not rows any more."""
-        parts = kept.parts[0][1] if kept is not None and kept.complete else []
-        made = {one.block.name for one in parts if one.whole}
+        made = {one.block.name for one in kept.first if one.whole} if kept is not None else set()
         dtypes = {p.dtype for p in self.params.values()}
         return {name: basis for name, basis in bases.items() if name not in made and dtypes == {basis.a.dtype}}
 
@@ -268,8 +269,8 @@ class Task:
         count = len(self.queries)
         batched, calls = self._batched(point)
         if batched is not None and coordinates is not None:
-            coordinates.choose(batched.positions, count, len(self.train.rows))
             batched.coordinates = coordinates
+            coordinates.choose(batched.positions, count, len(self.train.rows))
         with tqdm(total=count, disable=not progress, unit="query", dynamic_ncols=True) as bar:
             for start in range(0, count, self._queries_at_once):
                 stop = min(start + self._queries_at_once, count)
@@ -290,7 +291,7 @@ class Task:
         size = stop - start
         try:
             calls = batched.calls(self.queries.batch(start, stop), size) if calls is None else calls
-            return trees.scale(batched.gradients_of(calls, size), float(size))
+            return trees.map(lambda x: x.mul_(float(size)), batched.gradients_of(calls, size))
         except UnsuitableError:
             return None
 
@@ -394,6 +395,6 @@ class Task:
         forward, layers = ForwardProducts(point), layers_of(point)
         if layers is None:
             return [forward]
-        on_cpu = point.device.type == "cpu" and (self.train.rows.channels_last or not self._convolves)
+        on_cpu = point.device.type == "cpu" and self.train.rows.channels_last == self._convolves
         covered = not layers.plan.rest or getattr(self.method.curvature, "fallback", "") == "zero"
         return [layers, forward] if (count > FEW or on_cpu) and covered else [forward, layers]
