@@ -14,6 +14,7 @@ import hyperkron as hk
 from hyperkron.attribution.task import Task
 from hyperkron.curvature import EKFAC, KFAC
 from hyperkron.curvature.kfac import capture, kept
+from hyperkron.curvature.kfac.coverage import plan
 from hyperkron.curvature.kfac.layers import ConvLayer
 
 
@@ -221,3 +222,26 @@ def test_nothing_else_of_a_part_is_left_when_the_next_begins(
     monkeypatch.setattr(kept, "MOST", most)
     hk.attribute(*arguments, method=method(), batch_size=16, way="layers")
     assert left[:3] == [set(), *2 * [set() if most == 1000 else {"LayerGradients"}]]
+
+
+def test_nothing_is_kept_for_scores_beside_large_vectors(arguments: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn_alike(monkeypatch)
+    wanted = hk.attribute(*arguments, method=method(), batch_size=16, way="layers").scores
+    before = calls(arguments)
+    monkeypatch.setattr("hyperkron.attribution.task.CHUNK", 1)
+    assert calls(arguments) > before
+    found = hk.attribute(*arguments, method=method(), batch_size=16, way="layers").scores
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-14)
+
+
+def test_inputs_that_layers_share_count_once() -> None:
+    blocks = list(plan(nn.ModuleList([nn.Linear(5, 4), nn.Linear(5, 4)]), "zero").blocks.values())
+    x, first, second = torch.randn(6, 3, 5), torch.randn(6, 3, 4), torch.randn(6, 3, 4)
+    whole = kept.KeptGradients(1)
+    numbers: dict[Any, int] = {}
+    made = [
+        kept.LayerGradients(block, False, (x.detach(), g)) for block, g in zip(blocks, (first, second), strict=True)
+    ]
+    whole.add(made, 1.0, numbers)
+    assert sum(numbers.values()) == x.numel() + first.numel() + second.numel()
+    assert whole.complete

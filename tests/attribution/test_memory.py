@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import hyperkron as hk
-from hyperkron.attribution import inner_products, task
+from hyperkron.attribution import layer_calls, task
 from hyperkron.solvers import Direct
 from storages import Storages
 
@@ -33,7 +33,7 @@ def test_vectors_are_held_once(monkeypatch: pytest.MonkeyPatch, method: hk.Impli
 
 def test_gradients_of_one_piece_are_held_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task, "MAX_QUERIES", 8)
-    monkeypatch.setitem(inner_products.PIECE, "cpu", 100 * NUMBERS)
+    monkeypatch.setitem(layer_calls.PIECE, "cpu", 100 * NUMBERS)
     assert 201 < attributed(101, 300, hk.identity()) < 250
 
 

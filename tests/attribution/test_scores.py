@@ -139,7 +139,10 @@ def test_an_aggregated_query_is_the_mean_of_the_queries():
     assert together.scores.shape == (1, 9)
     whole = hk.attribute(loss, model, train, queries, method=hk.kfac(1e-2, fisher="type-2"), aggregate=True)
     assert torch.allclose(whole.scores[0], apart.mean(0), rtol=1e-9)
-    assert whole.stats["way"] == "forward"
+    assert whole.stats["way"] == "layers"
+    method = hk.kfac(1e-2, fisher="type-2")
+    forward = hk.attribute(loss, model, train, queries, method=method, aggregate=True, way="forward")
+    assert torch.allclose(whole.scores, forward.scores, rtol=1e-9)
 
 
 def test_self_influence_is_the_diagonal():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from hyperkron.attribution.data import COMPARED, Parts
 from hyperkron.attribution.example_losses import without_penalties
@@ -17,10 +18,18 @@ from hyperkron.evaluation.differentiation import in_half_precision
 from hyperkron.evaluation.point import Level, Point
 from hyperkron.hypergradient import Implicit
 from hyperkron.kernels.split_products import full_precision
+from hyperkron.losses import Loss, as_loss
 from hyperkron.problem import rows, shares
 from hyperkron.sharding import is_sharded
-from hyperkron.solution import HyperkronError, warn_once
+from hyperkron.solution import HyperkronError, HyperkronWarning, Status, warn_once
 from hyperkron.trees import Tree
+
+
+def checked_loss(name: str, loss: Callable[[nn.Module, Any], Loss | Tensor]) -> Callable[[nn.Module, Any], Loss]:
+    """``loss``, made to return a :class:`Loss`; refused if it cannot be called."""
+    if not callable(loss):
+        raise HyperkronError(f"{name}={loss!r:.60} is not callable; pass a function (model, batch) -> loss.")
+    return lambda model, batch: as_loss(loss(model, batch))
 
 
 def check_mean(name: str, point: Point, level: Level, parts: Parts) -> None:
@@ -93,6 +102,12 @@ def check_processes(params: Tree) -> None:
             f"there are {dist.get_world_size()} processes, but attribution does not share work among them: each that "
             "calls it computes all scores for itself. Call it on one process (rank 0), or give each its own queries.",
         )
+
+
+def warn_of_status(status: Status) -> None:
+    """Say where a solve was not the one asked for."""
+    if not status.ok:
+        warnings.warn(f"attribution, {status.name}: {status.value}", HyperkronWarning, stacklevel=4)
 
 
 def warn_of_reduced(method: Implicit, model: nn.Module) -> None:

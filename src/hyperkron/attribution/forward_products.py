@@ -14,10 +14,8 @@ from torch.autograd.forward_ad import dual_level, unpack_dual
 
 from hyperkron import trees
 from hyperkron.attribution.example_losses import weighted_rows, weights_move, without_penalties
-from hyperkron.attribution.inner_products import (
-    Products,
-    UnsuitableError,
-)
+from hyperkron.attribution.inner_products import Products
+from hyperkron.attribution.layer_calls import UnsuitableError
 from hyperkron.batch_tensors import map_tensors
 from hyperkron.cross.ways import NoForwardModeError, along, forward_mode
 from hyperkron.curvature.kfac.taps import in_order

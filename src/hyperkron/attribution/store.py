@@ -1,7 +1,8 @@
 """Scores on disk: written in pieces, resumed after an interruption to the same bits.
 
 A folder holds ``progress.json`` (how many examples are done, and what the call is made of), ``vectors.safetensors``
-(A⁻¹ ∂_θ of every query, computed once) and ``scores.npy`` in float32. One process at a time writes to it.
+(A⁻¹ ∂_θ of every query, computed once, or its coordinates with their eigenbases) and ``scores.npy`` in float32. One
+process at a time writes to it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hyperkron.curvature.base import Eigenbasis
 from hyperkron.solution import HyperkronError
 from hyperkron.training import files, fingerprint
 from hyperkron.training.locks import FolderLock
@@ -97,15 +99,28 @@ class Store:
         except (KeyError, TypeError, ValueError) as error:
             raise self._damaged(str(error)) from error
 
-    def keep(self, vectors: Tree, stats: Mapping[str, Any]) -> None:
-        """Keep the vectors of the queries."""
+    def bases(self, device: torch.device) -> dict[str, Eigenbasis]:
+        """The eigenbases of the blocks of which :meth:`vectors` has coordinates."""
+        names = {} if self._record is None else self._record.get("bases", {})
+        try:
+            with files.TensorFile(self.folder / VECTORS, self._record or {}) as file:
+                return {
+                    name: Eigenbasis(*(file(f"{name} {field}").to(device) for field in Eigenbasis._fields))
+                    for name in names
+                }
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._damaged(str(error)) from error
+
+    def keep(self, vectors: Tree, stats: Mapping[str, Any], bases: Mapping[str, Eigenbasis]) -> None:
+        """Keep the vectors of the queries, of which those of blocks in ``bases`` are coordinates."""
+        of_bases = {f"{name} {field}": x for name, basis in bases.items() for field, x in basis._asdict().items()}
         path, part = self.folder / VECTORS, self.folder / f".{VECTORS}.part"
         with in_words(path):
             part.unlink(missing_ok=True)
-            record = files.write_tensors(part, vectors)
+            record = files.write_tensors(part, vectors | of_bases)
             os.replace(part, path)
             flush_folder(self.folder)
-        self.stats, self._record = dict(stats), record
+        self.stats, self._record = dict(stats), {**record, "bases": list(bases)}
         self._progress()
 
     def write(self, start: int, scores: Tensor) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -14,27 +13,30 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from hyperkron import trees
-from hyperkron.attribution.checks import check_mean, check_processes, group_norms_checked, warn_of_reduced
+from hyperkron.attribution.checks import (
+    check_mean,
+    check_processes,
+    checked_loss,
+    group_norms_checked,
+    warn_of_reduced,
+    warn_of_status,
+)
 from hyperkron.attribution.data import COMPARED, ExampleRows, Parts, batch_shares, shares_of
+from hyperkron.attribution.eigenbasis import EigenCoordinates
 from hyperkron.attribution.example_losses import without_penalties
 from hyperkron.attribution.forward_products import ForwardProducts
-from hyperkron.attribution.inner_products import (
-    CHUNK,
-    FEW,
-    KeptProducts,
-    LayerProducts,
-    Products,
-    UnsuitableError,
-)
+from hyperkron.attribution.inner_products import KeptProducts, LayerProducts, Products, first_suitable, layers_of
+from hyperkron.attribution.layer_calls import CHUNK, FEW, LayerCall, UnsuitableError
 from hyperkron.attribution.result import Attribution
 from hyperkron.attribution.store import Store
+from hyperkron.curvature.base import Eigenbasis
 from hyperkron.evaluation.differentiation import gradient_tree
 from hyperkron.evaluation.point import Level, Point, independent, trainable
 from hyperkron.hyper import as_hyper
 from hyperkron.hypergradient import Implicit
-from hyperkron.losses import Loss, as_loss
+from hyperkron.losses import Loss
 from hyperkron.problem import BilevelProblem
-from hyperkron.solution import HyperkronError, HyperkronWarning, Solution, Status, worst
+from hyperkron.solution import HyperkronError, Solution, Status, worst
 from hyperkron.training.program import Program
 from hyperkron.trees import Tree
 from hyperkron.validation import check_whole
@@ -82,7 +84,7 @@ class Task:
         warn_of_reduced(method, model)
         self.model, self.params, self.method = model, trainable(model, "model"), method
         check_processes(self.params)
-        self.loss, self.query_loss = _checked("loss", loss), _checked("query_loss", query_loss)
+        self.loss, self.query_loss = checked_loss("loss", loss), checked_loss("query_loss", query_loss)
         first = next(iter(self.params.values()))
 
         def rows(name: str, given: Any) -> ExampleRows:
@@ -115,11 +117,13 @@ class Task:
                 store = stack.enter_context(Store(folder, (count, total), told))
             vectors, stats = (None, {}) if store is None else (store.vectors(self.params), store.stats)
             ways = self.ways(point, way, count)
-            point.kept = self._keeping(ways[0]) if store is None else None
+            point.kept = self._keeping(ways[0], count) if store is None else None
             if vectors is None:
-                vectors, stats = self._vectors(point, aggregate, progress)
+                vectors, stats = self._vectors(point, aggregate, progress, ways[0])
                 if store is not None:
-                    store.keep(vectors, stats)
+                    store.keep(vectors, stats, ways[0].coordinates.bases)
+            elif store is not None and isinstance(ways[0], LayerProducts):
+                ways[0].coordinates = EigenCoordinates.chosen(ways[0].plan.blocks, store.bases(point.device))
             if store is None:
                 kept = self._kept_pieces(point.kept, ways, vectors)
                 pieces = self.pieces(ways, vectors, 0, progress) if kept is None else kept
@@ -130,7 +134,7 @@ class Task:
                     store.write(start, piece)
                 scores = store.scores()
         stats = {"way": ways[0].name, **stats, "status": Status[stats["status"]]}
-        _warn(stats)
+        warn_of_status(stats["status"])
         return Attribution(scores, stats)
 
     def pieces(
@@ -141,13 +145,15 @@ class Task:
         spans = [(span, share) for span, share in counted if span[0] >= first]
         for (start, stop), share in tqdm(spans, disable=not progress, unit="batch", desc="scores", dynamic_ncols=True):
             batch = self.train.rows.batch(start, stop)
-            yield start, _products(ways, batch, vectors, stop - start) * share
+            yield start, first_suitable(ways, batch, vectors, stop - start) * share
 
-    def _keeping(self, way: Products) -> KeptProducts | None:
+    def _keeping(self, way: Products, count: int) -> KeptProducts | None:
         """Where gradients of the training examples may be kept while A is measured on them.
 
-        Those of Kronecker blocks are: not of a weight that an embedding uses as well.
+        Those of Kronecker blocks are: not of a weight that an embedding uses as well, nor beside large vectors.
         """
+        if count * sum(p.numel() for p in self.params.values()) > CHUNK:
+            return None
         if not way.point.keeps or not isinstance(way, LayerProducts) or self.curvature.rows is not self.train.rows:
             return None
         in_blocks = {name for block in way.plan.blocks.values() for name in block.names}
@@ -164,15 +170,15 @@ class Task:
         not suit the model, which the first batch shows."""
         if kept is None or not kept.complete:
             return None
-        covered = {name for one in kept.parts[0][1] for name in one.block.names}
+        covered = {name for one in kept.first for name in one.block.names}
         if any(bool(v.any()) for name, v in vectors.items() if name not in covered):
             return None
         start, stop = self.train.spans[0]
-        _products(ways, self.train.rows.batch(start, stop), vectors, stop - start)
+        first_suitable(ways, self.train.rows.batch(start, stop), vectors, stop - start)
         if not (isinstance(ways[0], LayerProducts) and ways[0].by_blocks):  # a tied embedding has gradients, too
             return None
         each = zip(self.curvature.spans, batch_shares(ways[0].point, self.curvature), strict=True)
-        found = kept.products(vectors, self.params)
+        found = kept.products(vectors, self.params, ways[0].coordinates.bases)
         return ((span[0], piece * share) for (span, share), piece in zip(each, found, strict=True))
 
     def self_influence(self, progress: bool) -> Tensor:
@@ -181,7 +187,7 @@ class Task:
         parts = Parts(self.train.rows, max(1, min(self.train.size, CHUNK // numbers)))
         statuses = set()
         with self.point() as point:
-            inverse, layers = self.method.inverse(point), _layers(point)
+            inverse, layers = self.method.inverse(point), layers_of(point)
             counted = list(zip(parts.spans, batch_shares(point, parts), strict=True))
             for (start, stop), share in tqdm(counted, disable=not progress, unit="batch", dynamic_ncols=True):
                 gradients, layers = self._gradients(point, layers, start, stop, share)
@@ -189,7 +195,7 @@ class Task:
                 statuses.add(solution.status)
                 dots = [(solution.value[name] * g).reshape(len(g), -1).sum(1) for name, g in gradients.items()]
                 found.append(torch.stack(dots).sum(0) / total)
-        _warn({"status": worst(statuses)})
+        warn_of_status(worst(statuses))
         return torch.cat(found)
 
     def _gradients(
@@ -212,17 +218,24 @@ class Task:
         each = [self._gradient(point, "inner", batch) for batch in batches]
         return trees.stacked([trees.scale(g, x * share * total) for g, x in zip(each, own, strict=True)]), None
 
-    def _vectors(self, point: Point, aggregate: bool, progress: bool) -> tuple[Tree, dict[str, Any]]:
-        """A⁻¹ ∂_θ f_q of every query, stacked, and what is to be told of the solves."""
-        inverse = self.method.inverse(point)
+    def _vectors(self, point: Point, aggregate: bool, progress: bool, way: Products) -> tuple[Tree, dict[str, Any]]:
+        """A⁻¹ ∂_θ f_q of every query, stacked, and what is to be told of the solves.
+
+        Where ``way`` goes by layers, it may be given the coordinates of some blocks in their eigenbasis instead.
+        """
+        inverse, bases = self.method.inverse_and_eigenbases(point)
+        if isinstance(way, LayerProducts) and not getattr(self.method.curvature, "layers", ()):
+            way.coordinates = EigenCoordinates(way.plan.blocks, self._usable(bases, point.kept))
+        coordinates = way.coordinates
         told: list[Solution] = []
 
         def solved() -> Iterator[Tree]:
-            for gradients in self.query_gradients(point, aggregate, progress):
-                solution = inverse(gradients)
+            for gradients in self.query_gradients(point, aggregate, progress, coordinates):
+                found, rest = coordinates.split(gradients)
+                solution = inverse(rest)
                 told.append(replace(solution, value={}))
-                values = [solution.value]
-                del gradients, solution  # what is yielded is held nowhere else
+                values = [found | solution.value]
+                del gradients, found, rest, solution  # what is yielded is held nowhere else
                 yield values.pop()
 
         vectors = trees.joined(solved(), 1 if aggregate else len(self.queries))
@@ -234,57 +247,75 @@ class Task:
         }
         return vectors, stats
 
+    def _usable(self, bases: dict[str, Eigenbasis], kept: KeptProducts | None) -> dict[str, Eigenbasis]:
+        """The bases that are as precise as the model, of blocks without kept gradients, which are not rows any more."""
+        made = {one.block.name for one in kept.first if one.whole} if kept is not None else set()
+        dtypes = {p.dtype for p in self.params.values()}
+        return {name: basis for name, basis in bases.items() if name not in made and dtypes == {basis.a.dtype}}
+
     @property
     def _queries_at_once(self) -> int:
         """How many queries are differentiated and solved for at once."""
         return max(1, min(MAX_QUERIES, MAX_NUMBERS // sum(p.numel() for p in self.params.values()), len(self.queries)))
 
-    def query_gradients(self, point: Point, aggregate: bool = False, progress: bool = False) -> Iterator[Tree]:
-        """∂_θ f_q of every query, or of their mean, several stacked at a time."""
+    def query_gradients(
+        self, point: Point, aggregate: bool, progress: bool, coordinates: EigenCoordinates | None = None
+    ) -> Iterator[Tree]:
+        """∂_θ f_q of every query, or of their mean, several stacked at a time; of the blocks that ``coordinates``
+        chooses, those of A⁻¹ times it."""
         if aggregate:
             yield trees.stacked([self._aggregated(point)])
             return
         count = len(self.queries)
-        batched, first = self._batched(point)
+        batched, calls = self._batched(point)
+        if batched is not None and coordinates is not None:
+            batched.coordinates = coordinates
+            coordinates.choose(batched.positions, count, len(self.train.rows))
         with tqdm(total=count, disable=not progress, unit="query", dynamic_ncols=True) as bar:
             for start in range(0, count, self._queries_at_once):
                 stop = min(start + self._queries_at_once, count)
-                found, first = first, None  # those of the first queries are known already
-                if found is None and batched is not None:
-                    found = self._batched_gradients(batched, start, stop)
+                found = None if batched is None else self._batched_gradients(batched, start, stop, calls)
+                calls = None  # those of the first queries were known already
                 if found is None:
                     alone = [self._gradient(point, "outer", self.queries.batch(q, q + 1)) for q in range(start, stop)]
                     found = trees.stacked(alone)
+                    found = found if coordinates is None else coordinates.of_gradients(found)
                 bar.update(stop - start)  # before the yield: the last one may be the end
                 yield found
 
-    def _batched_gradients(self, batched: LayerProducts, start: int, stop: int) -> Tree | None:
-        """The gradients of these queries in one pass; ``None`` where they are not those of each alone."""
+    def _batched_gradients(
+        self, batched: LayerProducts, start: int, stop: int, calls: list[LayerCall] | None
+    ) -> Tree | None:
+        """The gradients of these queries in one pass, if it is not done yet; ``None`` where they are not those of each
+        alone."""
+        size = stop - start
         try:
-            found = batched.gradients(self.queries.batch(start, stop), stop - start)
+            calls = batched.calls(self.queries.batch(start, stop), size) if calls is None else calls
+            return trees.map(lambda x: x.mul_(float(size)), batched.gradients_of(calls, size))
         except UnsuitableError:
             return None
-        return trees.scale(found, float(stop - start))
 
-    def _batched(self, point: Point) -> tuple[LayerProducts, Tree] | tuple[None, None]:
-        """The way to the gradients of many queries in one pass, and those of the first of them; ``None`` where they
+    def _batched(self, point: Point) -> tuple[LayerProducts, list[LayerCall]] | tuple[None, None]:
+        """The way to the gradients of many queries in one pass, and the pass of the first of them; ``None`` where they
         would not be those of each alone.
 
         They are if the loss is a mean over queries that are all counted alike, which the first shows: its gradient
         among others is a share of the one it has alone.
         """
         count = self._queries_at_once
-        layers = _layers(point, "outer", alike=True) if count > 1 else None
+        layers = layers_of(point, "outer", alike=True) if count > 1 else None
         if layers is None or point.evaluate("outer", self.queries.batch(0, 1)).opaque:
             return None, None
-        found = self._batched_gradients(layers, 0, count)
-        if found is None:
+        try:
+            calls = layers.calls(self.queries.batch(0, count), count)
+            found = layers.gradients_of([call.first() for call in calls], 1)
+        except UnsuitableError:
             return None, None
-        first = next(trees.unstacked(found))
+        first = next(trees.unstacked(trees.scale(found, float(count))))
         alone = self._gradient(point, "outer", self.queries.batch(0, 1))
         error = trees.norm(trees.add(first, alone, alpha=-1.0))
         alike = error <= min(1e3 * torch.finfo(point.dtype).eps, LIKENESS) * trees.norm(alone)
-        return (layers, found) if alike else (None, None)
+        return (layers, calls) if alike else (None, None)
 
     def _aggregated(self, point: Point) -> Tree:
         """∂_θ of the loss of all queries, batch by batch."""
@@ -332,9 +363,8 @@ class Task:
         Pooling is several times as fast then, and patches need not be transposed. Models that flatten by ``x.view`` are
         the ones that do not go through.
         """
-        convolutions = any(isinstance(module, nn.Conv2d) for module in self.model.modules())
         levels: tuple[tuple[Level, ExampleRows], ...] = (("inner", self.train.rows), ("outer", self.queries))
-        if point.device.type != "cpu" or not convolutions:
+        if point.device.type != "cpu" or not self._convolves:
             return
         for level, rows in levels:
             rows.channels_last = True
@@ -344,6 +374,10 @@ class Task:
             except RuntimeError:
                 rows.channels_last = False
         self.curvature.rows.channels_last = self.train.rows.channels_last
+
+    @property
+    def _convolves(self) -> bool:
+        return any(isinstance(module, nn.Conv2d) for module in self.model.modules())
 
     def _objective(self, model: nn.Module, hyper: nn.Module, batch: Any) -> Loss:
         """J_in of a batch; of all batches where a curvature asks for the whole set at once."""
@@ -355,43 +389,12 @@ class Task:
         return sum(weighted, Loss(torch.zeros(())))
 
     def ways(self, point: Point, way: Way, count: int) -> list[Products]:
-        """The ways to try, the cheapest first: by layers for several queries, and for images on a CPU; else by forward
-        mode."""
+        """The ways to try, the cheapest first: by layers for several queries and on a CPU, else by forward mode."""
         if way != "auto":
             return [LayerProducts(point) if way == "layers" else ForwardProducts(point)]
-        forward, layers = ForwardProducts(point), _layers(point)
+        forward, layers = ForwardProducts(point), layers_of(point)
         if layers is None:
             return [forward]
-        several = count > FEW or self.train.rows.channels_last
+        on_cpu = point.device.type == "cpu" and self.train.rows.channels_last == self._convolves
         covered = not layers.plan.rest or getattr(self.method.curvature, "fallback", "") == "zero"
-        return [layers, forward] if several and covered else [forward, layers]
-
-
-def _layers(point: Point, level: Level = "inner", alike: bool = False) -> LayerProducts | None:
-    try:
-        return LayerProducts(point, level, alike)
-    except UnsuitableError:
-        return None
-
-
-def _products(ways: list[Products], batch: Any, vectors: Tree, count: int) -> Tensor:
-    """By the first of ``ways`` that works; those that do not are dropped."""
-    while True:
-        try:
-            return ways[0](batch, vectors, count)
-        except UnsuitableError:
-            if len(ways) == 1:
-                raise
-            del ways[0]
-
-
-def _warn(stats: dict[str, Any]) -> None:
-    """Say where a solve was not the one asked for."""
-    if not stats["status"].ok:
-        warnings.warn(f"attribution, {stats['status'].name}: {stats['status'].value}", HyperkronWarning, stacklevel=4)
-
-
-def _checked(name: str, loss: LossOf) -> Callable[[nn.Module, Any], Loss]:
-    if not callable(loss):
-        raise HyperkronError(f"{name}={loss!r:.60} is not callable; pass a function (model, batch) -> loss.")
-    return lambda model, batch: as_loss(loss(model, batch))
+        return [layers, forward] if (count > FEW or on_cpu) and covered else [forward, layers]

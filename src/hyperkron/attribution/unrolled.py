@@ -84,7 +84,7 @@ def attribute_unrolled(
 
     last = task(model)
     with last.point() as point:
-        v = trees.joined(last.query_gradients(point, progress=progress), len(last.queries))
+        v = trees.joined(last.query_gradients(point, False, progress), len(last.queries))
     scores: Tensor | None = None
     for one, time in reversed(segments):
         found, v = _segment(task(one), v, time, progress)

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,6 +68,18 @@ class Operator(ABC):
         return self.matvec(v), self.cross(v, hypers)
 
 
+class Eigenbasis(NamedTuple):
+    """The complete eigenbasis of a block V ↦ Q_B [(Q_Bᵀ V Q_A) ∘ (S + δ)] Q_Aᵀ of A + δI.
+
+    Q_A is (groups, d_in, d_in), with the column of a bias last; Q_B is (groups, d_out, d_out), and S + δ
+    (groups, d_out, d_in).
+    """
+
+    a: Tensor
+    b: Tensor
+    spectrum: Tensor
+
+
 class Invertible(Operator):
     """An operator that also applies its inverse b ↦ (A + δI)⁻¹ b, usually from a factorisation made once.
 
@@ -90,6 +102,10 @@ class Invertible(Operator):
     def solve_stacked(self, b: Tree) -> Tree:
         """:meth:`solve` for each of many right-hand sides, along the leading dimension of ``b``."""
         return trees.stacked([self.solve(one) for one in trees.unstacked(b)])
+
+    def eigenbases(self) -> dict[str, Eigenbasis]:
+        """The eigenbases of blocks, by their names, where the inverse is computed from them; the default is none."""
+        return {}
 
     def definite(self) -> Invertible:
         """This operator as a preconditioner: positive definite on all parameters.

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hyperkron import trees
 from hyperkron.cross import RECHECK, Cross, CrossState, Mode
 from hyperkron.curvature import Curvature, CurvatureState, Invertible
+from hyperkron.curvature.base import Eigenbasis
 from hyperkron.evaluation.passes import Pass
 from hyperkron.evaluation.point import Point, independent
 from hyperkron.hypergradient.base import Hypergradient
@@ -280,13 +281,20 @@ class Implicit(Hypergradient):
 
     def inverse(self, point: Point) -> Callable[[Tree], Solution]:
         """b ↦ (A + δI)⁻¹ b for stacked right-hand sides, with A measured once at ``point``."""
+        return self.inverse_and_eigenbases(point)[0]
+
+    def inverse_and_eigenbases(self, point: Point) -> tuple[Callable[[Tree], Solution], dict[str, Eigenbasis]]:
+        """:meth:`inverse`, and the eigenbases of the blocks that it is computed from; without products alone."""
         operator = self.curvature.operator(point, self.state.curvature)
         preconditioner = self._preconditioner(point, self.state)
 
         def solve(b: Tree) -> Solution:
+            if not b and isinstance(operator, Invertible):  # all of b is solved for in the eigenbases
+                return Solution({}, operator.status)
             return self._finite(point, self.solver.solve_stacked(operator, b, preconditioner=preconditioner))
 
-        return solve
+        direct = isinstance(operator, Invertible) and not self.solver.needs_products
+        return solve, operator.eigenbases() if direct and isinstance(operator, Invertible) else {}
 
     def _preconditioner(self, point: Point, state: ImplicitState) -> Invertible | None:
         if self.preconditioner is None:

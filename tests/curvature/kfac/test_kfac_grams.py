@@ -130,3 +130,11 @@ def test_a_border_is_as_large_as_its_matrix() -> None:
     inverse._Systems._border(systems, stack, [0, 1])
     wanted = torch.eye(5) * torch.tensor([1e-12, 2e-12, 1.0])[:, None, None]
     torch.testing.assert_close(stack, wanted, rtol=0, atol=0)
+
+
+def test_gradients_that_are_squared_one_by_one_give_the_same_spectrum(monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = plan(nn.Linear(5, 4), "zero").blocks.values()
+    x, g, q_a, q_b = (torch.randn(*size, dtype=torch.float64) for size in ((6, 3, 5), (6, 3, 4), (1, 6, 6), (1, 4, 4)))
+    wanted = grams.corrected(block, x, g, q_a, q_b)
+    monkeypatch.setattr(grams, "LARGE_GRADIENT", 1)
+    torch.testing.assert_close(grams.corrected(block, x, g, q_a, q_b), wanted, rtol=1e-12, atol=1e-12)

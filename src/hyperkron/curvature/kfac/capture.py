@@ -60,9 +60,10 @@ def measure(point: Point, plan: Plan, how: Measurement) -> Measured:
         if any(keeps):
             own = _vectors(loss, size, how)
             others = wanted.vectors(loss) if wanted is not None and wanted.fits else []
+            numbers: dict[tuple[Any, ...], int] = {}
             for one, gradients in zip((kept, wanted), recorder.gradients(own, others), strict=True):
                 if one is not None and one.fits:
-                    one.add(gradients, counts[0])
+                    one.add(gradients, counts[0], numbers)
             del own, others, gradients  # vectors may keep the graph alive, and with it the recorder
         del loss, vectors, found, recorder
     found = whole.finish()

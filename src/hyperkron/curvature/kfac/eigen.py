@@ -109,7 +109,7 @@ class EigenInverses:
 
     def solve(self, v: Matrices, overwrite: bool = False) -> Matrices:
         """Q_B [(Q_Bᵀ V Q_A) / spectrum] Q_Aᵀ for every block; ``overwrite`` has no effect."""
-        return {name: block.solve(v[name]) for name, block in self.blocks.items()}
+        return {name: self.blocks[name].solve(matrix) for name, matrix in v.items()}
 
     def matvec(self, v: Matrices) -> Matrices:
         """Q_B [(Q_Bᵀ V Q_A) · spectrum] Q_Aᵀ for every block."""

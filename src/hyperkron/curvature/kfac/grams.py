@@ -26,6 +26,8 @@ MIN_MULTIPLICATIONS = 2**34
 """From this many multiplications on, scaling (one pass over the rows, a few launches) costs less than it saves."""
 GRADIENTS = {"cpu": 2**21, "cuda": 2**25}
 """Gradients of single examples are computed at most this many numbers at a time, by device type."""
+LARGE_GRADIENT = 2**16
+"""From this many numbers on, a CPU computes and squares the gradients of examples one by one."""
 WIDE_OUTPUT = 2**14
 """For layers with at least this many outputs (a vocabulary), B is kept as rows and never as a matrix."""
 MOST_ROWS = 2**12
@@ -240,21 +242,16 @@ def corrected(block: Block, x: Tensor, g: Tensor, q_a: Tensor, q_b: Tensor) -> T
 
     With more positions than outputs, G_n is computed first and then transformed; otherwise g and x are transformed.
     """
-    layer, total, columns = block.layer, *_empty_spectrum(block, q_a, q_b)
+    layer, total = block.layer, _empty_spectrum(q_a, q_b)
     together = max(1, GRADIENTS.get(x.device.type, 2**24) // total.numel())
     if by_gradients(block, x, g):
         chunks = layer.gradients_of_examples(cast_floating(x, q_a.dtype), g.to(q_a.dtype), together)
         return corrected_by_gradients(block, chunks, q_a, q_b)
-    for inputs, gradients in layer.positions(x, g):
-        a = inputs.new_zeros(*inputs.shape[:-1], 1, dtype=q_a.dtype) if columns is None else _in_basis(inputs, columns)
-        if block.bias is not None:
-            a = a + q_a[:, -1:]
-        b = _in_basis(gradients, q_b)
+    for a, b in rows_in_basis(block, x, g, q_a, q_b):
         if a.shape[2] == 1:
             total += (b[:, :, 0].square().permute(1, 2, 0)) @ (a[:, :, 0].square().transpose(0, 1))
         else:
-            for some, of_them in zip(b.split(together), a.split(together), strict=True):
-                total += _sum_of_squares(some.mT @ of_them)
+            _add_squares(total, a, b, together)
     return total
 
 
@@ -266,7 +263,7 @@ def by_gradients(block: Block, x: Tensor, g: Tensor) -> bool:
 
 def corrected_by_gradients(block: Block, chunks: Iterable[tuple[Tensor, Tensor]], q_a: Tensor, q_b: Tensor) -> Tensor:
     """The same from chunks of gradients in the weight and in the bias."""
-    total, columns = _empty_spectrum(block, q_a, q_b)
+    total, columns = _empty_spectrum(q_a, q_b), _columns_of_inputs(block, q_a)
     assert columns is not None
     for gradients, sums in chunks:
         transformed = _in_basis(gradients, columns)
@@ -276,11 +273,35 @@ def corrected_by_gradients(block: Block, chunks: Iterable[tuple[Tensor, Tensor]]
     return total
 
 
-def _empty_spectrum(block: Block, q_a: Tensor, q_b: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Zeros for a spectrum, and the rows of Q_A that belong to the weight, in the order of the layer's inputs."""
+def rows_in_basis(block: Block, x: Tensor, g: Tensor, q_a: Tensor, q_b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """[x, 1] Q_A and g Q_B for the positions of chunks of examples: (n, groups, S, r) and (n, groups, S, s)."""
+    columns = _columns_of_inputs(block, q_a)
+    for inputs, gradients in block.layer.positions(x, g):
+        a = inputs.new_zeros(*inputs.shape[:-1], 1, dtype=q_a.dtype) if columns is None else _in_basis(inputs, columns)
+        yield a if block.bias is None else a.add_(q_a[:, -1:]), _in_basis(gradients, q_b)
+
+
+def _empty_spectrum(q_a: Tensor, q_b: Tensor) -> Tensor:
+    return q_a.new_zeros(q_a.shape[0], q_b.shape[-1], q_a.shape[-1])
+
+
+def _columns_of_inputs(block: Block, q_a: Tensor) -> Tensor | None:
+    """The rows of Q_A that belong to the weight, in the order of the layer's inputs."""
     d = block.layer.d_in if block.weight is not None else 0
-    columns = block.layer.reordered(q_a[:, :d]) if d else None
-    return q_a.new_zeros(q_a.shape[0], q_b.shape[-1], q_a.shape[-1]), columns
+    return block.layer.reordered(q_a[:, :d]) if d else None
+
+
+def _add_squares(total: Tensor, a: Tensor, b: Tensor, size: int) -> None:
+    """Add Σ_n (b_nᵀ a_n)² to ``total``, ``size`` examples at a time; on a CPU one by one if they are large, so that
+    the product is squared while it is in the cache."""
+    if total.device.type == "cpu" and total.numel() >= LARGE_GRADIENT:
+        product = torch.empty_like(total)
+        for some, of_them in zip(b, a, strict=True):
+            torch.bmm(some.mT, of_them, out=product)
+            total.addcmul_(product, product)
+        return
+    for some, of_them in zip(b.split(size), a.split(size), strict=True):
+        total += _sum_of_squares(some.mT @ of_them)
 
 
 def _sum_of_squares(x: Tensor) -> Tensor:

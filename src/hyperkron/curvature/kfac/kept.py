@@ -19,8 +19,8 @@ from hyperkron.curvature.kfac.grams import GRADIENTS, by_gradients, corrected, c
 from hyperkron.curvature.kfac.layers import cast_floating
 from hyperkron.losses import Loss
 
-MOST = 2**26
-"""At most this many numbers are kept."""
+MOST = 2**27
+"""At most this many numbers are kept, for the spectrum and for others together."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,9 @@ class LayerGradients:
         return [LayerGradients(block, True, (weight, bias)) for weight, bias in pairs]
 
     @property
-    def numbers(self) -> int:
-        return sum(x.numel() for x in self.pair)
+    def numbers(self) -> dict[tuple[Any, ...], int]:
+        """How many numbers each tensor has, by its place in memory: layers may have the same input."""
+        return {(x.data_ptr(), x.shape, x.stride()): x.numel() for x in self.pair}
 
     def corrected(self, q_a: Tensor, q_b: Tensor) -> Tensor:
         """The contribution to EKFAC's spectrum."""
@@ -73,14 +74,24 @@ class KeptGradients:
         """Vectors to backpropagate in addition to those of the curvature."""
         return []
 
-    def add(self, gradients: Iterable[LayerGradients], rows: float) -> None:
-        """Add a part; ``rows`` is its weight in the mean over all parts."""
+    def add(self, gradients: Iterable[LayerGradients], rows: float, numbers: dict[tuple[Any, ...], int]) -> None:
+        """Add a part; ``rows`` is its weight in the mean over all parts.
+
+        ``numbers`` has what others keep of this part; what is kept here is added to it.
+        """
         found = list(gradients)
         self.parts.append((rows, found))
         self.left -= 1
-        self.fits = sum(one.numbers for one in found) * self._count <= MOST
+        for one in found:
+            numbers |= one.numbers
+        self.fits = sum(numbers.values()) * self._count <= MOST
         if not self.fits:
             self.parts.clear()
+
+    @property
+    def first(self) -> list[LayerGradients]:
+        """The gradients of the first part; none if they are not complete."""
+        return self.parts[0][1] if self.complete and self.parts else []
 
     @property
     def complete(self) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hyperkron import trees
-from hyperkron.curvature.base import CurvatureState, Invertible
+from hyperkron.curvature.base import CurvatureState, Eigenbasis, Invertible
 from hyperkron.curvature.kfac.coverage import Block, Coverage, Fallback, Plan, plan
 from hyperkron.curvature.kfac.eigen import EigenInverses
 from hyperkron.curvature.kfac.factors import Matrices
@@ -289,6 +289,14 @@ class KroneckerOperator(Invertible):
     def solve_stacked(self, b: Tree) -> Tree:
         self._ready()
         return self._apply_stacked(b, self.inverses.solve, torch.div) if self._vectorizes else super().solve_stacked(b)
+
+    def eigenbases(self) -> dict[str, Eigenbasis]:
+        if self._refresh is not None:
+            self._settle()
+        if self._state.owners is not None or self.scales or not isinstance(self.inverses, EigenInverses):
+            return {}
+        complete = {name: block for name, block in self.inverses.blocks.items() if block.outside is None}
+        return {name: Eigenbasis(block.a, block.b, block.spectrum) for name, block in complete.items()}
 
     def function(self, f: Callable[[Tensor], Tensor], v: Tree) -> Tree:
         """f(A + δI) v for stacked vectors, computed from the eigenvalues of the blocks; only with EKFAC."""
