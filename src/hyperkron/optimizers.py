@@ -184,8 +184,14 @@ class LevelOptimizer:
 
     @property
     def lr(self) -> float:
-        """The step size of the first parameter group, now."""
-        return float(self.optimizer.param_groups[0]["lr"])
+        """The step size, now; an error if parameter groups have different ones."""
+        rates = sorted({float(group["lr"]) for group in self.optimizer.param_groups})
+        if len(rates) > 1:
+            raise HyperkronError(
+                f"the parameter groups of inner_optimizer have the learning rates {rates}, but this algorithm needs "
+                "one number: give all groups the same lr, or pass the number itself (DARTS: lookahead, T1T2: scale)."
+            )
+        return rates[0]
 
     def step(self, direction: Tree) -> None:
         """Move against ``direction``, as the optimizer moves against a gradient; then project."""
@@ -251,6 +257,11 @@ class LevelOptimizer:
         """Use this step size for all parameter groups."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+
+    def copy_lr(self, other: LevelOptimizer, factor: float = 1.0) -> None:
+        """Use the step sizes of ``other``, of which this is a :meth:`twin`, times ``factor``, group by group."""
+        for group, its in zip(self.optimizer.param_groups, other.optimizer.param_groups, strict=True):
+            group["lr"] = its["lr"] * factor
 
     def rescale(self, factor: float) -> None:
         """Multiply this and all later step sizes of the algorithm's rule (or the optimizer's now) by ``factor``."""

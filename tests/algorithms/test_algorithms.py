@@ -210,3 +210,14 @@ def test_plain_gradient_descent_is_that_of_torch() -> None:
         given.step()
         given.param_groups[0]["lr"] = rate(t + 1)
         assert torch.equal(ours, theirs)
+
+
+def test_the_second_point_of_scalebio_moves_by_the_rate_of_each_group() -> None:
+    model, hyper = nn.Linear(1, 1).double(), hk.as_hyper(torch.ones(1, dtype=torch.float64))
+    problem = hk.BilevelProblem(lambda m, h, x: hk.losses.mse(m(x), h() * x), lambda m, h, x: hk.losses.mse(m(x), x))
+    x, start = torch.ones(1, 1, dtype=torch.float64), [p.detach().clone() for p in model.parameters()]
+    slope = float(model(x).detach() - 1)  # of both parameters
+    optimizer = torch.optim.SGD([{"params": [model.weight], "lr": 0.1}, {"params": [model.bias], "lr": 0.3}])
+    run = hk.fit(problem, model, hyper, hk.algorithms.ScaleBiO(), x, x, steps=1, inner_optimizer=optimizer)
+    moved = [float(p.detach() - q) for p, q in zip(run.state.twins["u"].params.values(), start, strict=True)]
+    assert moved == pytest.approx([-0.1 * slope, -0.3 * slope])

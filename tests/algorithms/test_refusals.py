@@ -138,3 +138,36 @@ def test_an_objective_in_place_of_a_problem_is_refused() -> None:
     ):
         with pytest.raises(hk.HyperkronError, match=r"problem is a function; pass hyperkron.BilevelProblem"):
             refused()
+
+
+def two_rates() -> tuple[Quadratic, torch.nn.Module, torch.nn.Module, torch.optim.Optimizer]:
+    """A model of two parameters, each in a group with a learning rate of its own."""
+    problem = Quadratic()
+    model, hyper = problem.modules()
+    model.register_parameter("unused", torch.nn.Parameter(torch.zeros(1, dtype=torch.float64)))
+    groups = [{"params": [model.weight], "lr": 0.1}, {"params": [model.unused], "lr": 0.3}]
+    return problem, model, hyper, torch.optim.SGD(groups)
+
+
+@pytest.mark.parametrize("algorithm", [hk.algorithms.DARTS(), hk.algorithms.T1T2()])
+def test_one_rate_of_several_is_not_taken_for_all(algorithm: hk.algorithms.Algorithm) -> None:
+    problem, model, hyper, optimizer = two_rates()
+    with pytest.raises(hk.HyperkronError, match=r"learning rates \[0.1, 0.3\].*lookahead.*scale"):
+        hk.fit(problem.problem(), model, hyper, algorithm, *problem.data(), steps=1, inner_optimizer=optimizer)
+
+
+@pytest.mark.parametrize("algorithm", [hk.algorithms.DARTS(lookahead=0.1), hk.algorithms.T1T2(scale=0.1)])
+def test_several_rates_are_no_hindrance_where_the_number_is_given(algorithm: hk.algorithms.Algorithm) -> None:
+    problem, model, hyper, optimizer = two_rates()
+    data = problem.data()
+    run = hk.fit(problem.problem(), model, hyper, algorithm, *data, steps=1, inner_optimizer=optimizer)
+    assert len(run.history) == 1
+
+
+def test_t1t2_says_that_a_learning_rate_of_zero_is_no_inverse() -> None:
+    problem = Quadratic()
+    model, hyper = problem.modules()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    warm = hk.algorithms.Updates(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: t / 10))
+    with pytest.raises(hk.HyperkronError, match=r"is 0 at step 0; pass scale="):
+        hk.fit(problem.problem(), model, hyper, hk.algorithms.T1T2(), *problem.data(), steps=1, inner_optimizer=warm)

@@ -122,6 +122,8 @@ def test_what_makes_no_sense_is_refused():
     model, train, queries = made()
     with pytest.raises(hk.HyperkronError, match="segments is empty"):
         attribute_unrolled(loss, model, [], train, queries)
+    with pytest.raises(hk.HyperkronError, match=r"segments has Linear.* in it; pass pairs \(network, time\)"):
+        attribute_unrolled(loss, model, [model], train, queries)
     with pytest.raises(hk.HyperkronError, match="time=-1"):
         attribute_unrolled(loss, model, [(model, -1.0)], train, queries)
     with pytest.raises(hk.HyperkronError, match="other parameters than model"):

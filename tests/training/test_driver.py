@@ -7,13 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
 
 import hyperkron as hk
 from hyperkron.algorithms import AID, InnerOnly, Updates
-from hyperkron.training import Evaluate, advance_all
+from hyperkron.training import EarlyStopping, Evaluate, advance_all
 
 
 class Ticking:
@@ -123,6 +124,53 @@ def test_evaluations_survive_a_resume(tmp_path: Path) -> None:
     resumed, _ = make(6, resume=tmp_path)
     assert [row["theta"] for row in resumed.rows] == [row["theta"] for row in whole.rows]
     assert [row["step"] for row in resumed.rows] == [0, 2, 4, 6]
+
+
+@pytest.mark.parametrize(
+    ("found", "says"),
+    [
+        (3.0, "returned a float; return a dictionary"),
+        ({"outer_loss": 1.0}, "returned 'outer_loss', which this row already has"),
+        ({"step": 7}, "returned 'step'"),
+        ({"seconds": 7}, "returned 'seconds'"),
+        ({"each": torch.ones(2)}, "returned each=tensor"),
+        ({"each": [1.0, 2.0]}, r"returned each=\[1.0, 2.0\]"),
+    ],
+)
+def test_what_the_history_cannot_hold_is_refused(found: Any, says: str) -> None:
+    with pytest.raises(hk.HyperkronError, match=says):
+        start(1, callbacks=[Evaluate(lambda run: found, every=1)])
+
+
+def test_numbers_of_torch_and_numpy_are_recorded_as_numbers(tmp_path: Path) -> None:
+    numbers = {"torch": torch.tensor(1.5), "numpy": numpy.float32(2.5), "count": torch.tensor(3)}
+    evaluate, stop = Evaluate(lambda run: numbers, every=1), EarlyStopping("torch", patience=2)
+    run = start(9, callbacks=[evaluate, stop, hk.Checkpoint(tmp_path, every=1)])
+    assert [type(run.history[-1][name]) for name in numbers] == [float, float, int]
+    assert [run.history[-1][name] for name in numbers] == [1.5, 2.5, 3]
+    assert run.state.step == 3
+
+
+def test_an_evaluation_in_evaluation_mode_does_not_change_the_training() -> None:
+    runs = [start(4, drop=0.5, callbacks=[Evaluate(f, every=1)]) for f in (lambda run: None, forget)]
+    assert torch.equal(theta(runs[0]), theta(runs[1]))
+    assert runs[1].state.model.training
+
+
+def forget(run: hk.Run) -> None:
+    run.state.model.eval()
+
+
+def test_a_run_that_stopped_early_stays_stopped_when_it_is_resumed(tmp_path: Path) -> None:
+    def make() -> hk.Run:
+        stop = EarlyStopping(patience=2, margin=1e9)
+        return start(9, callbacks=[stop, hk.Checkpoint(tmp_path, every=1)], resume=tmp_path)
+
+    first, again = make(), make()
+    assert first.state.step == again.state.step == 3
+    assert first.stopped == again.stopped is not None
+    assert torch.equal(theta(first), theta(again))
+    assert again.advance(1).state.step == 4  # it continues if it is asked to
 
 
 def test_an_evaluation_without_a_time_is_refused() -> None:

@@ -296,6 +296,11 @@ def test_early_stopping_stops() -> None:
     assert prepare(5, callbacks=[hk.training.EarlyStopping("step", 2, "max")]).stopped is None
 
 
+def test_early_stopping_says_that_it_never_saw_its_figure() -> None:
+    with pytest.warns(hk.HyperkronWarning, match="no number in the column 'accuracy'"):
+        prepare(2, callbacks=[hk.training.EarlyStopping("accuracy")])
+
+
 def test_history_is_plain_and_writable(tmp_path: Path) -> None:
     history = prepare(4).history
     text = history.to_json(tmp_path / "history.json")

@@ -164,8 +164,7 @@ class State:
         self.inner.tick(self.step, metric)
         self.outer.tick(self.step, metric)
         for twin in self.twins.values():
-            for group, own in zip(twin.optimizer.param_groups, self.inner.optimizer.param_groups, strict=True):
-                group["lr"] = own["lr"]
+            twin.copy_lr(self.inner)
         self.step += 1
 
     def state_dict(self, *, copy_caches: bool = True) -> dict[str, Any]:

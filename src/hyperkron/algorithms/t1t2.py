@@ -10,6 +10,7 @@ from hyperkron.batches import BatchSources
 from hyperkron.cross import Mode
 from hyperkron.curvature import Identity
 from hyperkron.hypergradient import Implicit, identity
+from hyperkron.solution import HyperkronError
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,11 @@ class T1T2(Algorithm):
     def step(self, state: State, batches: BatchSources) -> StepReport:
         scale, method = state.inner.lr if self.scale is None else self.scale, state.hypergradient
         assert isinstance(method, Implicit)
+        if scale == 0:
+            raise HyperkronError(
+                f"the inner learning rate, which stands for H⁻¹ in T1T2, is 0 at step {state.step}; pass scale=, or "
+                "begin the schedule above 0."
+            )
         if method.curvature != Identity(scale):
             state.hypergradient = self._scaled(scale)
             state.hypergradient.state = method.state

@@ -76,8 +76,10 @@ def attribute_unrolled(
     method = Implicit(EKFAC(1e-8, fallback="zero") if curvature is None else curvature, Direct())
     if not segments:
         raise HyperkronError("segments is empty; pass (network, time) of at least one part of the training.")
-    for _, time in segments:
-        check_positive("time", time)
+    for segment in segments:
+        if not isinstance(segment, (tuple, list)) or len(segment) != 2 or not isinstance(segment[0], nn.Module):
+            raise HyperkronError(f"segments has {segment!r:.60} in it; pass pairs (network, time).")
+        check_positive("time", segment[1])
 
     def task(one: nn.Module) -> Task:
         return Task(loss, one, train, queries, method.fresh(), query_loss or loss, None, batch_size, collate)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ class Evaluate(Callback):
     """Calls ``function(run)`` after chosen steps; the values it returns go into the history. Not on the run's clock.
 
     Args:
-        function: takes the run, returns a dictionary of values or ``None``.
+        function: takes the run, returns a dictionary of values or ``None``. Its names must not be those of
+            other values of the step. Modules that it leaves in another mode, as by ``model.eval()``, get theirs back.
         every: after every ``every`` steps.
         at: after these numbers of steps, such as ``(1, 10, 100)``.
         times: this many times at equal distances of the steps or seconds that the run is given, the last at its end.
@@ -57,10 +58,17 @@ class Evaluate(Callback):
         self.rows: list[dict[str, Value]] = []
         self._reached = 0
 
-    def _evaluate(self, run: Run) -> dict[str, Value] | None:
-        values = self.function(run)
-        if values is not None:
-            self.rows.append({"step": run.state.step, "seconds": run.seconds, **values})
+    def _evaluate(self, run: Run, taken: Collection[str] = ()) -> dict[str, Value] | None:
+        modes = {module: module.training for root in (run.state.model, run.state.hyper) for module in root.modules()}
+        try:
+            found = self.function(run)
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+        if found is None:
+            return None
+        values = _figures(found, {"step", "seconds", *taken})
+        self.rows.append({"step": run.state.step, "seconds": run.seconds, **values})
         return values
 
     def on_start(self, run: Run) -> None:
@@ -71,7 +79,7 @@ class Evaluate(Callback):
         step, reached = report.step + 1, math.floor(run.progress * (self.times or 0) + 1e-9)
         due = reached > self._reached or step in self.at or (self.every is not None and step % self.every == 0)
         self._reached = max(self._reached, reached)
-        return self._evaluate(run) if due else None
+        return self._evaluate(run, run.row) if due else None
 
     def on_end(self, run: Run) -> None:
         if self.times is not None and (not self.rows or self.rows[-1]["step"] != run.state.step):
@@ -86,6 +94,26 @@ class Evaluate(Callback):
         self.rows, self._reached = [{"seconds": seconds, **row} for row, seconds in rows], state["reached"]
 
 
+def _figures(found: Any, taken: Collection[str]) -> dict[str, Value]:
+    """What a function of :class:`Evaluate` returned, as numbers and strings under names that are not ``taken``."""
+    if not isinstance(found, Mapping):
+        raise HyperkronError(
+            f"function of Evaluate returned a {type(found).__name__}; return a dictionary such as {{'accuracy': 0.9}}, "
+            "or None."
+        )
+    values: dict[str, Value] = {}
+    for name, value in found.items():
+        if name in taken:
+            raise HyperkronError(f"function of Evaluate returned {name!r}, which this row already has; rename it.")
+        one = getattr(value, "ndim", None) == 0 and hasattr(value, "item")  # a number of torch or numpy
+        values[name] = value.item() if one else value
+        if not isinstance(values[name], (float, int, str, type(None))):
+            raise HyperkronError(
+                f"function of Evaluate returned {name}={value!r:.60}; return a number, a string or None for each name."
+            )
+    return values
+
+
 class EarlyStopping(Callback):
     """Stops the run when a value has not improved ``patience`` times in a row.
 
@@ -98,6 +126,7 @@ class EarlyStopping(Callback):
     """
 
     remembers = ("best", "waited")
+    _resumed = False
 
     def __init__(self, figure: str = "outer_loss", patience: int = 10, mode: str = "min", margin: float = 0.0) -> None:
         check_whole("patience", patience)
@@ -114,8 +143,29 @@ class EarlyStopping(Callback):
             self.best, self.waited = score, 0
             return
         self.waited += 1
+        self._stop_if_due(run)
+
+    def _stop_if_due(self, run: Run) -> None:
         if self.waited >= self.patience:
             run.stop(f"{self.figure} has not improved for {self.patience} readings")
+
+    def on_start(self, run: Run) -> None:
+        if self._resumed:  # a run that had stopped is over, and takes no further step
+            self._stop_if_due(run)
+        self._resumed = False
+
+    def on_end(self, run: Run) -> None:
+        if self.waited == 0 and self.best == math.inf and run.state.step > 0:
+            warnings.warn(
+                f"EarlyStopping saw no number in the column {self.figure!r} so far, so that it cannot stop the run; "
+                "check the name, and put the callback that gives it before this one.",
+                HyperkronWarning,
+                stacklevel=2,
+            )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._resumed = True
 
 
 class Checkpoint(Callback):
