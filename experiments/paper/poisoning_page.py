@@ -200,7 +200,7 @@ def _several(result: Result) -> list[Table]:
             rows.append([model, name, f"{wanted:.2f}", each, shown(of[name], 2), cell(of[name], wanted).value])
         gap = Difference.of(of["TGDA-CG"], of["TGDA-KFAC-EMP"])
         rows.append([model, "KFAC less CG", f"{printed_gap(model):.2f}", "", f"{gap:.2f}" if gap else "–", "–"])
-    title = "Accuracy drop in points where several networks were trained on the rows of each seed: their mean, own steps"
+    title = "Accuracy drop in points as the mean over several networks trained on the rows of each seed, own steps"
     return [Table(title, ["model", "method", "printed", "by seed", "mean", "verdict"], rows)] if rows else []
 
 
