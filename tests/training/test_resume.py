@@ -226,6 +226,13 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     assert saved_steps(tmp_path) == [9, 8, 2]
 
 
+def test_a_best_that_is_never_seen_is_said(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    quadratic(2, callbacks=[hk.Checkpoint(tmp_path / "known", best="outer_loss")])
+    assert [str(w.message) for w in recwarn] == []
+    with pytest.warns(hk.HyperkronWarning, match="best='accurcy' at the steps it saved"):
+        quadratic(2, callbacks=[hk.Checkpoint(tmp_path / "typing-error", best="accurcy")])
+
+
 def test_it_saves_on_time_and_at_the_end(tmp_path: Path) -> None:
     run = quadratic(7, callbacks=[hk.Checkpoint(tmp_path, every=3, keep=9)])
     assert saved_steps(tmp_path) == [7, 6, 3]

@@ -217,6 +217,13 @@ class Checkpoint(Callback):
     def on_end(self, run: Run) -> None:
         if self._saved != run.state.step:
             self._save(run)
+        if self.best is not None and self.best_step is None and run.state.step > 0:
+            warnings.warn(
+                f"Checkpoint found no finite number in the column best={self.best!r} at the steps it saved, so that it "
+                "kept no best step; check the name, and save at steps that have this figure.",
+                HyperkronWarning,
+                stacklevel=2,
+            )
 
     def _save(self, run: Run) -> None:
         before = self.state_dict()
