@@ -1,5 +1,6 @@
 """Scores in the eigenbasis of A are those of vectors that were solved for densely."""
 
+import json
 from typing import Any
 
 import pytest
@@ -9,8 +10,11 @@ from torch import Tensor, nn
 import hyperkron as hk
 from hyperkron.attribution import layer_calls
 from hyperkron.attribution.eigenbasis import EigenCoordinates
+from hyperkron.attribution.forward_products import ForwardProducts
 from hyperkron.attribution.inner_products import LayerProducts
 from hyperkron.attribution.layer_calls import UnsuitableError
+from hyperkron.attribution.store import PROGRESS, Store
+from hyperkron.attribution.task import Task
 from hyperkron.curvature.base import Eigenbasis
 from hyperkron.curvature.kfac.coverage import plan
 
@@ -149,3 +153,72 @@ def test_the_eigenbasis_is_chosen_where_it_saves_multiplications() -> None:
     assert chosen(8, 100, 500)
     assert not chosen(1, 1, 1000)
     assert not chosen(200, 100, 1000)
+
+
+class TiedTokens(nn.Module):
+    """An output layer with the weight of the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix, self.head = nn.Embedding(6, 5), nn.Linear(5, 5), nn.Linear(5, 6, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.mix(self.embed(x))))
+
+
+@pytest.mark.parametrize("batch_size", [40, 512])
+def test_a_weight_that_an_embedding_shares_is_solved_for_densely(chosen: Any, batch_size: int) -> None:
+    """The gradients that it has from the embedding are no rows of the block."""
+    torch.manual_seed(0)
+    x = torch.randint(0, 6, (120, 3))
+    inside, dense, blocks = chosen(TiedTokens().double(), (x, x.roll(1, 0)), (x[:9], x[1:10]), batch_size=batch_size)
+    assert blocks
+    torch.testing.assert_close(inside, dense, rtol=1e-10, atol=1e-12)
+
+
+def test_sequences_that_become_longer_later_have_the_same_scores(chosen: Any) -> None:
+    """Gradients are kept as rows of the first batches, whose sequences are short, and in the weight of the last."""
+
+    class Sums(nn.Module):
+        """Rows of zeros, with which sequences are padded, change nothing."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head = nn.Linear(5, 16, bias=False), nn.Linear(16, 3, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.tanh(self.first(x))).sum(1)
+
+    def padded(items: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
+        return nn.utils.rnn.pad_sequence([x for x, _ in items], True), torch.tensor([y for _, y in items])
+
+    torch.manual_seed(0)
+    items = [(torch.randn(2 if n < 80 else 12, 5).double(), n % 3) for n in range(120)]
+    inside, dense, blocks = chosen(Sums().double(), items, items[:9], batch_size=40, collate=padded)
+    assert blocks
+    torch.testing.assert_close(inside, dense, rtol=1e-10, atol=1e-12)
+
+
+def test_a_folder_with_coordinates_is_continued_by_forward_mode(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, which may choose another way than the CPU on which the call began."""
+    monkeypatch.setattr(EigenCoordinates, "choose", choose_all)
+    wanted = hk.attribute(loss, *made("tokens"), batch_size=40).scores
+    write = Store.write
+
+    def interrupted(self: Store, start: int, scores: Tensor) -> None:
+        if start:
+            raise KeyboardInterrupt
+        write(self, start, scores)
+
+    def by_forward_mode(self: Task, point: Any, *_: Any) -> list[Any]:
+        return [ForwardProducts(point)]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            hk.attribute(loss, *made("tokens"), batch_size=40, out=tmp_path)
+    assert json.loads((tmp_path / PROGRESS).read_text())["vectors"]["bases"]
+    monkeypatch.setattr(Task, "ways", by_forward_mode)
+    found = hk.attribute(loss, *made("tokens"), batch_size=40, out=tmp_path).scores
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-6)

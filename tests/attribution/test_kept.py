@@ -245,3 +245,15 @@ def test_inputs_that_layers_share_count_once() -> None:
     whole.add(made, 1.0, numbers)
     assert sum(numbers.values()) == x.numel() + first.numel() + second.numel()
     assert whole.complete
+
+
+def test_what_was_too_large_to_be_kept_leaves_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = plan(nn.Linear(5, 4), "zero").blocks.values()
+    large, small = (kept.LayerGradients(block, False, (torch.randn(n, 5), torch.randn(n, 4))) for n in (100, 2))
+    monkeypatch.setattr(kept, "MOST", 500)
+    numbers: dict[Any, int] = {}
+    spectrum, others = kept.KeptGradients(1), kept.KeptGradients(1)
+    spectrum.add([large], 1.0, numbers)
+    others.add([small], 1.0, numbers)
+    assert not spectrum.complete
+    assert others.complete

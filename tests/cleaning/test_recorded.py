@@ -364,11 +364,20 @@ def test_settings_are_compared_by_value() -> None:
         recorded.refuse_other_settings(kept, {"features": ["a"]})
 
 
-@pytest.mark.parametrize("encoder", [5, [1], "name", {"name": 7, "sha256": None}, {"name": "x"}])
-def test_an_odd_record_of_the_encoder(encoder: Any, tmp_path: Path) -> None:
+ODD = [
+    (5, "encoder='5' is not what a run has there"),
+    ([1], r"encoder='\[1\]' is not what a run has there"),
+    ("name", "encoder='name' is not what a run has there"),
+    ({"name": 7, "sha256": None}, "encoder.name='7' is not what a run has there"),
+    ({"name": "x"}, "encoder.sha256 is missing"),
+]
+
+
+@pytest.mark.parametrize(("encoder", "message"), ODD)
+def test_an_odd_record_of_the_encoder(encoder: Any, message: str, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, new=True)
     source = dict.fromkeys(("source", "model", "command"))
     folder.write_json("config.json", {"format": 1, **source, "data": "", "config": asdict(CONFIG), "encoder": encoder})
-    with pytest.raises(HyperkronError, match=r"config\.json: encoder.* is not what a run has there; restore the file"):
+    with pytest.raises(HyperkronError, match=rf"config\.json: {message}; restore the file"):
         folder.read_config()
     assert recorded.environment_notes(encoder, recorded.environment(CPU))

@@ -14,9 +14,27 @@ from torch.func import vmap
 
 from hyperkron import trees
 from hyperkron.curvature.base import Eigenbasis
-from hyperkron.curvature.kfac.coverage import Block
+from hyperkron.curvature.kfac.coverage import Block, Plan
+from hyperkron.curvature.kfac.kept import KeptGradients
 from hyperkron.solution import NonFiniteError
 from hyperkron.trees import Tree
+
+
+def usable(
+    bases: Mapping[str, Eigenbasis], plan: Plan, params: Tree, kept: KeptGradients | None
+) -> dict[str, Eigenbasis]:
+    """The bases that are as precise as the model, of blocks whose gradients all come from rows.
+
+    Those of a weight that an embedding uses as well do not, nor do kept gradients that are already products of rows.
+    """
+    elsewhere = {name for _, names in plan.diagonal for name in names.values()}
+    made = {one.block.name for _, part in kept.parts for one in part if one.whole} if kept is not None else set()
+    dtypes = {p.dtype for p in params.values()}
+    return {
+        name: basis
+        for name, basis in bases.items()
+        if name not in made and elsewhere.isdisjoint(plan.blocks[name].names) and dtypes == {basis.a.dtype}
+    }
 
 
 class EigenCoordinates:

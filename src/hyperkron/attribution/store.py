@@ -101,9 +101,11 @@ class Store:
 
     def bases(self, device: torch.device) -> dict[str, Eigenbasis]:
         """The eigenbases of the blocks of which :meth:`vectors` has coordinates."""
-        names = {} if self._record is None else self._record.get("bases", {})
+        names = [] if self._record is None else self._record.get("bases", [])
+        if self._record is None or not names:
+            return {}
         try:
-            with files.TensorFile(self.folder / VECTORS, self._record or {}) as file:
+            with files.TensorFile(self.folder / VECTORS, self._record) as file:
                 return {
                     name: Eigenbasis(*(file(f"{name} {field}").to(device) for field in Eigenbasis._fields))
                     for name in names

@@ -22,14 +22,14 @@ from hyperkron.attribution.checks import (
     warn_of_status,
 )
 from hyperkron.attribution.data import COMPARED, ExampleRows, Parts, batch_shares, shares_of
-from hyperkron.attribution.eigenbasis import EigenCoordinates
+from hyperkron.attribution.eigenbasis import EigenCoordinates, usable
 from hyperkron.attribution.example_losses import without_penalties
 from hyperkron.attribution.forward_products import ForwardProducts
 from hyperkron.attribution.inner_products import KeptProducts, LayerProducts, Products, first_suitable, layers_of
 from hyperkron.attribution.layer_calls import CHUNK, FEW, LayerCall, UnsuitableError
 from hyperkron.attribution.result import Attribution
 from hyperkron.attribution.store import Store
-from hyperkron.curvature.base import Eigenbasis
+from hyperkron.curvature.kfac.coverage import plan
 from hyperkron.evaluation.differentiation import gradient_tree
 from hyperkron.evaluation.point import Level, Point, independent, trainable
 from hyperkron.hyper import as_hyper
@@ -122,8 +122,12 @@ class Task:
                 vectors, stats = self._vectors(point, aggregate, progress, ways[0])
                 if store is not None:
                     store.keep(vectors, stats, ways[0].coordinates.bases)
-            elif store is not None and isinstance(ways[0], LayerProducts):
-                ways[0].coordinates = EigenCoordinates.chosen(ways[0].plan.blocks, store.bases(point.device))
+            elif store is not None:
+                known = EigenCoordinates.chosen(plan(self.model, "diagonal").blocks, store.bases(point.device))
+                if isinstance(ways[0], LayerProducts):
+                    ways[0].coordinates = known
+                else:  # another way than that of the earlier call, as on another device
+                    vectors.update(known.to_vectors(vectors))
             if store is None:
                 kept = self._kept_pieces(point.kept, ways, vectors)
                 pieces = self.pieces(ways, vectors, 0, progress) if kept is None else kept
@@ -225,7 +229,8 @@ class Task:
         """
         inverse, bases = self.method.inverse_and_eigenbases(point)
         if isinstance(way, LayerProducts) and not getattr(self.method.curvature, "layers", ()):
-            way.coordinates = EigenCoordinates(way.plan.blocks, self._usable(bases, point.kept))
+            known = usable(bases, way.plan, self.params, point.kept)
+            way.coordinates = EigenCoordinates(way.plan.blocks, known)
         coordinates = way.coordinates
         told: list[Solution] = []
 
@@ -246,12 +251,6 @@ class Task:
             **({"residual": max(residuals)} if residuals else {}),
         }
         return vectors, stats
-
-    def _usable(self, bases: dict[str, Eigenbasis], kept: KeptProducts | None) -> dict[str, Eigenbasis]:
-        """The bases that are as precise as the model, of blocks without kept gradients, which are not rows any more."""
-        made = {one.block.name for one in kept.first if one.whole} if kept is not None else set()
-        dtypes = {p.dtype for p in self.params.values()}
-        return {name: basis for name, basis in bases.items() if name not in made and dtypes == {basis.a.dtype}}
 
     @property
     def _queries_at_once(self) -> int:

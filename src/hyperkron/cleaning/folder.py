@@ -152,7 +152,8 @@ class RunFolder:
             parent = found.get(part) if part else found
             value = ... if parent is None else parent.get(name, ...)
             if parent is not None and not isinstance(value, kinds):
-                raise HyperkronError(f"{file}: {place}={str(value)[:80]!r} is not what a run has there; {REMEDY}.")
+                wrong = " is missing" if value is ... else f"={str(value)[:80]!r} is not what a run has there"
+                raise HyperkronError(f"{file}: {place}{wrong}; {REMEDY}.")
         return found
 
     def write_json(self, name: str, content: Any) -> None:

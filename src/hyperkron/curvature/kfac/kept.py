@@ -77,15 +77,16 @@ class KeptGradients:
     def add(self, gradients: Iterable[LayerGradients], rows: float, numbers: dict[tuple[Any, ...], int]) -> None:
         """Add a part; ``rows`` is its weight in the mean over all parts.
 
-        ``numbers`` has what others keep of this part; what is kept here is added to it.
+        ``numbers`` has what others keep of this part; what is kept here is added to it, if it fits.
         """
         found = list(gradients)
         self.parts.append((rows, found))
         self.left -= 1
-        for one in found:
-            numbers |= one.numbers
-        self.fits = sum(numbers.values()) * self._count <= MOST
-        if not self.fits:
+        own = {place: count for one in found for place, count in one.numbers.items()}
+        self.fits = sum((numbers | own).values()) * self._count <= MOST
+        if self.fits:
+            numbers.update(own)
+        else:
             self.parts.clear()
 
     @property
