@@ -82,7 +82,7 @@ def start(method: str, callbacks: Sequence[Any] = (), steps: int = 0, **options:
     model, weights = Network(), hk.SampleWeights(EXAMPLES)
     if method != "SABA":
         adam, momentum = (
-            torch.optim.AdamW(model.parameters(), lr=0.02),
+            torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.0),
             torch.optim.SGD(weights.parameters(), lr=0.1, momentum=0.9),
         )
         options["inner_optimizer"] = hk.algorithms.Updates(

@@ -342,10 +342,9 @@ def test_a_few_of_every_fault_are_survived() -> None:
 
 
 def test_a_manifest_says_what_it_belongs_to(tmp_path: Path) -> None:
-    run = start("KFAC", steps=1)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        path = run.save(tmp_path)
+        warnings.simplefilter("error")  # as in benchmarks/faults.py
+        path = start("KFAC", steps=1).save(tmp_path)
     manifest = json.loads((path / "manifest.json").read_text())
     assert manifest["format"] == 1 and manifest["world_size"] == 1 and manifest["step"] == 1
     assert manifest["model"]["layers.1.running_mean"] == "float32 [6]"
