@@ -142,7 +142,7 @@ def _resume(folder: Path, model: Any = None, **expected: Any) -> None:
 OTHER = {
     **{"train": "elsewhere.csv", "trusted": "elsewhere.csv", "test": "elsewhere.csv", "text": "a", "label": "b"},
     **{"image": "a", "features": ["a"], "trusted_column": "b", "seed": 1, "epochs": 2, "budget": 60.0},
-    **{"compare": ("noisy",), "device": "auto", "encoder": "some/encoder", "layers": 1, "hypergradient": "none"},
+    **{"compare": ("noisy",), "device": "auto", "encoder": "some/encoder", "layers": 1},
 }
 """Another value for everything that a run of `clean` can be told."""
 
@@ -153,7 +153,7 @@ def _options(scratch: Path) -> dict[str, Case]:
     cases: dict[str, Case] = {
         name: lambda folder, name=name, value=value: _resume(folder, **{name: value}) for name, value in OTHER.items()
     }
-    for name in ("seed", "epochs", "budget", "compare", "hypergradient"):
+    for name in ("seed", "epochs", "budget", "compare"):
         cases[f"{name} altered in config.json"] = partial(_altered, name)
     cases["data of the same shape"] = partial(_other_data, scratch / "train.jsonl")
     return cases

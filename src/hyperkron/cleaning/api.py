@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +177,12 @@ def opened(
     if own.data != kept["data"]:
         raise HyperkronError(
             f"the data in {source['train']!r} is not what the run in {str(out)!r} began with; begin a new run."
+        )
+    unknown = sorted(kept["config"].keys() - {field.name for field in fields(CleanConfig)})
+    if unknown:
+        raise HyperkronError(
+            f"out={str(out)!r} was begun with the settings {', '.join(unknown)}, which this version does not have; "
+            "begin a new run."
         )
     config = CleanConfig(**{**kept["config"], "compare": tuple(kept["config"]["compare"])})
     given, encoder = Given.of(source["train"], parts[0]), encoder_to_load(kept, expected)
