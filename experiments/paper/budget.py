@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from experiments.paper import encoder_length, linear_length, linear_page, resnet_length, resnet_length_page
+from experiments.paper.image_contest import AS, BATCHES, LARGE, SHARED, Contest, plan_of
 from experiments.paper.linear_runs import key
 from experiments.paper.recipe import Result
-from experiments.paper.resnet_length import LARGE
 from experiments.pieces import Lines
 
 SEEDS, STEPS = 3, 1000
@@ -84,23 +84,21 @@ def _resnet() -> dict[str, Missing]:
     been updated, at every step size of θ tried, so that more of them would change nothing.
     """
     times = resnet_length_page.milliseconds(Lines(resnet_length.TIMES).rows)
-    contest = resnet_length.Contest(Lines(resnet_length.result_of(LARGE)).rows, resnet_length.plan_of(LARGE))
+    contest = Contest(Lines(resnet_length.result_of(LARGE)).rows, plan_of(LARGE))
 
     def of(names: Sequence[str]) -> float:
-        ms = (times.get(resnet_length.AS.get(name, name), times["AID-KFAC"]) for name in names)
+        ms = (times.get(AS.get(name, name), times["AID-KFAC"]) for name in names)
         left = (SEEDS - len(contest.results(name)) for name in names)
         return sum(x * runs for x, runs in zip(ms, left, strict=True)) * LONGER * contest.plan.steps / 6e4
 
     large = f"batches of {LARGE}; with 500 no number of runs gives a verdict"
     sizes = (256, 512, 1024, 2048, 5000)
-    of_sizes = (times["AID-KFAC"] + times["AID-CG-3"]) * SEEDS * STEPS / 6e4 * sum(sizes) / resnet_length.BATCH
+    of_sizes = (times["AID-KFAC"] + times["AID-CG-3"]) * SEEDS * STEPS / 6e4 * sum(sizes) / BATCHES["resnet18"]
     return {
         "resnet-cifar": Missing(of(("AID-KFAC", "AID-CG-3", "AmIGO")), f"AID and AmIGO with and without KFAC, {large}"),
         "trade-off": Missing(of(("AID-KFAC", *CHEAPEST)), f"KFAC and {', '.join(CHEAPEST)}, {large}"),
         "batch-resnet": Missing(of_sizes, "five batch sizes, of which the small ones can tell nothing"),
-        "ekfac-resnet": Missing(
-            of(["AID-KFAC", *resnet_length.SHARED]), f"at least: EKFAC's steps are counted as KFAC's; {large}"
-        ),
+        "ekfac-resnet": Missing(of(["AID-KFAC", *SHARED]), f"at least: EKFAC's steps are counted as KFAC's; {large}"),
     }
 
 
@@ -185,7 +183,7 @@ def _workers(command: str) -> float:
 
 def _long() -> dict[str, float]:
     """Of the runs at the paper's length; those of ResNet-18 count for figure 2."""
-    files = [resnet_length.result_of(batch) for batch in (resnet_length.BATCH, LARGE)]
+    files = [resnet_length.result_of(batch) for batch in (BATCHES["resnet18"], LARGE)]
     resnet = sum(row["seconds"] / row["workers"] for file in files for row in Lines(file).rows) / 60
     found: dict[str, Any] = {"resnet-cifar": resnet}
     found["encoder"] = _encoder(Lines(encoder_length.RESULT).rows, ENCODER_SECONDS)

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from experiments.paper import encoder_length, linear_length, linear_page, resnet_length_page
+from experiments.paper import (
+    encoder_length,
+    linear_length,
+    linear_page,
+    resnet_batches,
+    resnet_length,
+    resnet_length_page,
+)
+from experiments.paper.image_contest import BATCHES
 from experiments.paper.recipe import Judgement
 from experiments.pieces import Lines
 
@@ -24,6 +32,11 @@ def longer() -> dict[str, Longer]:
         found["encoder-base"] = Longer(encoder_length.judgement(mpnet, "MPNet"), "encoder-length.md")
     for name, place in (("resnet-cifar", "Figure 2"), ("trade-off", "Figure 1, top"), ("ekfac-resnet", "Table 2")):
         found[name] = Longer(resnet_length_page.judgement(place), "resnet-length.md")
+    found["batch-resnet"] = Longer(resnet_batches.verdict(resnet_batches.by_size()), "resnet-length.md")
+    batch = BATCHES["cnn"]
+    if Lines(resnet_length.result_of(batch, "cnn")).rows:
+        figure = resnet_length_page.judgement("Figure 5", batch=batch, network="cnn")
+        found["cnn-cifar"] = Longer(figure, "cnn-length.md")
     contest = linear_length.Contest(Lines(linear_length.RESULT).rows)
     for study, x in linear_page.STUDIES.items():
         found[x.recipe] = Longer(linear_page.judgement(study, contest), "linear-length.md")

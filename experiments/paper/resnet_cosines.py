@@ -20,7 +20,8 @@ from experiments import records
 from experiments.paper import cleaning, datasets, resnet_runs
 from experiments.paper.cleaning import Split
 from experiments.paper.exactness import exact, nearness
-from experiments.paper.resnet_length import OWN, RESULT, Contest
+from experiments.paper.image_contest import OWN, Contest
+from experiments.paper.resnet_length import RESULT
 from experiments.paper.resnet_runs import Size
 from experiments.paper.tuning import Setting
 from experiments.pieces import Lines

@@ -1,4 +1,4 @@
-"""ResNet-18 at the paper's length: what the recorded runs say, as tables, verdicts and a figure."""
+"""ResNet-18 and the CNN at the paper's length: what the recorded runs say, as tables, verdicts and a figure."""
 
 from __future__ import annotations
 
@@ -9,24 +9,23 @@ from typing import Any
 
 from experiments.paper import plots, references
 from experiments.paper.compare import clearly_below
-from experiments.paper.recipe import Judgement, Verdict, by_cases
-from experiments.paper.resnet_length import (
+from experiments.paper.image_contest import (
     ABSOLUTE,
     ARMS,
     BEYOND,
     LARGE,
-    LENGTH,
+    LENGTHS,
     OWN,
     PRINTED,
     SHARED,
-    TIMES,
     Contest,
     Plan,
     key,
     plan_of,
-    result_of,
 )
-from experiments.paper.resnet_runs import Size
+from experiments.paper.recipe import Judgement, Verdict, by_cases
+from experiments.paper.resnet_length import result_of, times_of
+from experiments.paper.resnet_runs import Network, Size
 from experiments.paper.tuning import Difference, shown
 from experiments.paper.visits import MOST, Visits
 from experiments.pieces import Lines
@@ -79,7 +78,7 @@ def _faster(times: Times, one: str, other: str) -> bool:
     return one in times and other in times and times[one] < times[other]
 
 
-def verdict(contest: Contest, times: Times) -> Judgement:
+def verdict(contest: Contest, times: Times | None) -> Judgement:
     """Figure 2, at 12.5 updates of a weight: 1000 outer steps with batches of 500, 200 with batches of 2500. KFAC
     lowers a method's test loss where the 95 % interval of the difference over three seeds is below zero; the loss is
     that at the look with the lowest held-out loss. Reproduced: it lowers those of AID, AmIGO and MRBO, the lowest mean
@@ -87,6 +86,8 @@ def verdict(contest: Contest, times: Times) -> Judgement:
     more than half of them. Not reproduced: otherwise; a pair that was not run counts as not lowered. No verdict with
     fewer than two pairs, or where more than 20 % of the weights had not been updated at the look that counts (at first
     this was asked of the end of a run; changed after the first runs).
+
+    Figure 5 with the CNN, at 25 updates of a weight, has the same rule but for the time of a step (``times=None``).
     """
     found = judged(contest)
     if short := refused(found, [name for pair in PAIRS for name in pair]):
@@ -97,7 +98,7 @@ def verdict(contest: Contest, times: Times) -> Judgement:
     clear = [pair for pair in pairs if clearly_below(losses(found[pair[1]]), losses(found[pair[0]]))]
     mean = {name: _mean(losses(rows)) for name, rows in found.items() if name not in references.KINDS}
     first = min(mean, key=lambda name: mean[name])
-    faster = all(_faster(times, kfac, plain) for plain, kfac in pairs)
+    faster = times is None or all(_faster(times, kfac, plain) for plain, kfac in pairs)
     said = [f"{plain} → {kfac} {Difference.of(losses(found[plain]), losses(found[kfac])):.3f}" for plain, kfac in pairs]
     text = f"Change of the test loss by KFAC: {'; '.join(said)}. Lowest of all: {first} ({mean[first]:.3f})."
     return by_cases([pair in clear for pair in PAIRS], text, also="KFAC" in first and faster)
@@ -150,12 +151,12 @@ def _mean(values: Sequence[float | None]) -> float:
     return statistics.fmean(numbers) if len(numbers) == len(values) and numbers else float("inf")
 
 
-def tables(contest: Contest, times: Rows) -> str:
+def tables(contest: Contest, times: Rows, network: Network = "resnet18") -> str:
     """The verdicts and, for each arm, the results of all winners; then differences, lines cut short, and trials."""
     known = milliseconds(times)
     if not contest.done:
         return ""
-    parts = [f"{place}: **{x.verdict.value}**. {x.because}" for place, x in verdicts(contest, known).items()]
+    parts = [f"{place}: **{x.verdict.value}**. {x.because}" for place, x in verdicts(contest, known, network).items()]
     parts += [*_runs(contest, known), *_inners(contest)]
     if contest.plan.rate:
         earlier = _at(contest, EARLIER)
@@ -185,7 +186,8 @@ def _at(contest: Contest, plan: Plan) -> Contest:
 
 def _inners(contest: Contest) -> list[str]:
     """Runs with seed 0 by the step size of θ."""
-    contests = [_at(contest, plan) for plan in (EARLIER, *(LENGTH._replace(inner=x) for x in (0.01, 0.001)))]
+    plans = (LENGTHS["resnet18"]._replace(inner=inner) for inner in (0.1, 0.01, 0.001))
+    contests = [_at(contest, plan) for plan in (EARLIER, *plans)]
     names = ("AID-KFAC", "AID-CG-3", "AID-identity", "trusted + noisy")
     rows = [found[0] for of in contests for name in names if (found := of.results(name)) and not found[0]["failed"]]
     if not rows:
@@ -231,8 +233,10 @@ def _cut_short(contest: Contest) -> list[str]:
     return ["Cut short by the end of the time; lowest held-out loss so far: " + "; ".join(told) + "."] if told else []
 
 
-def verdicts(contest: Contest, times: Times) -> dict[str, Judgement]:
-    """By place in the paper."""
+def verdicts(contest: Contest, times: Times, network: Network = "resnet18") -> dict[str, Judgement]:
+    """By place in the paper; figure 3 has :mod:`experiments.paper.resnet_batches`."""
+    if network == "cnn":
+        return {"Figure 5": verdict(contest, None)}
     return {
         "Figure 2": verdict(contest, times),
         "Figure 1, top": verdict_solvers(contest, times),
@@ -240,13 +244,15 @@ def verdicts(contest: Contest, times: Times) -> dict[str, Judgement]:
     }
 
 
-def judgement(place: str, runs: Path | None = None, timed: Path = TIMES, batch: int = LARGE) -> Judgement:
-    """The verdict of the recorded runs on ``Figure 2``, ``Figure 1, top`` or ``Table 2``.
+def judgement(
+    place: str, runs: Path | None = None, timed: Path | None = None, batch: int = LARGE, network: Network = "resnet18"
+) -> Judgement:
+    """The verdict of the recorded runs on ``Figure 2``, ``Figure 1, top``, ``Table 2`` or, with the CNN, ``Figure 5``.
 
     Times are those of steps with 500 rows, for all batches.
     """
-    contest = Contest(Lines(runs or result_of(batch)).rows, plan_of(batch))
-    return verdicts(contest, milliseconds(Lines(timed).rows))[place]
+    contest = Contest(Lines(runs or result_of(batch, network)).rows, plan_of(batch, network))
+    return verdicts(contest, milliseconds(Lines(timed or times_of(network)).rows), network)[place]
 
 
 COLUMNS = (
@@ -266,13 +272,14 @@ def _arm(contest: Contest, arm: str, times: Times) -> list[str]:
     names = [name for name in (*contest.names, *SHARED) if contest.results(name, arm)]
     if not names or (arm == PRINTED and not any("absolute" in x["setting"] for x in contest.done.values())):
         return []
-    cells = {name: _line(contest, name, arm, times) for name in names}
+    cells = {name: cells_of(contest, name, arm, times) for name in names}
     order = sorted(names, key=lambda name: _mean(losses(contest.results(name, arm))))
     head = [f"| {arm} | " + " | ".join(COLUMNS) + " |", "| --- " * (1 + len(COLUMNS)) + "|"]
     return head + [f"| {name} | {' | '.join(cells[name])} |" for name in order]
 
 
-def _line(contest: Contest, name: str, arm: str, times: Times) -> list[str]:
+def cells_of(contest: Contest, name: str, arm: str, times: Times) -> list[str]:
+    """What :data:`COLUMNS` say of a method, over its seeds."""
     rows = contest.results(name, arm)
     fine = [row for row in rows if not row["failed"]]
     if not fine:

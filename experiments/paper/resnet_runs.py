@@ -1,4 +1,4 @@
-"""One run of ResNet-18 on CIFAR-10 with noisy labels, as long as the paper's: the data, the methods, and what is kept.
+"""One run of a network on CIFAR-10 with noisy labels, as long as the paper's: the data, the methods, and what is kept.
 
 The set-up of the reference code: ResNet-18 with the 7×7 stem, 40 000 images of which half get a label drawn at random,
 5000 trusted and 5000 held-out ones, ten inner steps, α = 5e-4, momentum 0.9 on θ and λ, weights within [0, 1] that
@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from experiments import trial
 from experiments.paper import cleaning, references
 from experiments.paper.cleaning import Split
+from experiments.paper.networks import cnn
 from experiments.paper.tuning import Setting
 from hyperkron.algorithms import AID, BOME, BSG1, BVFSM, MRBO, AmIGO, InnerOnly, Rate, StocBiO, StochasticNeumann
 from hyperkron.algorithms.base import Algorithm, StepReport
@@ -40,6 +41,9 @@ TAUS = (1, 5, 10, 50)
 """How many outer steps a curvature serves in table 2."""
 
 
+Network = Literal["resnet18", "cnn"]
+
+
 @dataclass(frozen=True)
 class Size:
     """What a run is made of besides its method.
@@ -49,12 +53,14 @@ class Size:
         batch: of both levels; divides the first two counts.
         width: channels of the first stage.
         looks: evaluations of a long run, of a trial half as many; further ones are early, where losses change fastest.
+        network: ``resnet18`` with the 7×7 stem, or the three-layer ``cnn`` with half of ``width``.
     """
 
     counts: tuple[int, int, int] = (40_000, 5_000, 5_000)
     batch: int = 500
     width: int = 64
     looks: int = 25
+    network: Network = "resnet18"
 
 
 Make = Callable[[Setting, int], Algorithm]
@@ -135,11 +141,11 @@ class Shuffled(Source):
         self.left = list(left.split(self.batch)) if len(left) else []
 
 
-def network(seed: int, width: int = 64) -> nn.Module:
-    """ResNet-18 with the 7×7 stem and the initial weights of ``seed``."""
+def network(seed: int, size: Size) -> nn.Module:
+    """The network with the initial weights of ``seed``."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return resnet18(stem="7x7", width=width)
+        return resnet18(stem="7x7", width=size.width) if size.network == "resnet18" else cnn(width=size.width // 2)
 
 
 def prepare(
@@ -155,7 +161,7 @@ def prepare(
     ``outer`` of the setting is relative: by how much the weights of a batch move in the first step that counts, as a
     root mean square (:class:`experiments.trial.RelativeStep`); ``absolute`` in its place is the step size itself.
     """
-    model = network(seed, size.width).to(split.device)
+    model = network(seed, size).to(split.device)
     if name in references.KINDS:
         return _reference(name, setting, split, seed, size, model, callbacks)
     x, y = split.train

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,18 @@ import pytest
 import torch
 
 from experiments import records
-from experiments.paper import cleaning, references, resnet_cosines, resnet_length, resnet_length_page, resnet_runs
+from experiments.paper import (
+    cleaning,
+    image_contest,
+    references,
+    resnet_batches,
+    resnet_cosines,
+    resnet_length,
+    resnet_length_page,
+    resnet_runs,
+)
+from experiments.paper.image_contest import OWN, PRINTED, Contest, Plan, Task, key
 from experiments.paper.recipe import Verdict
-from experiments.paper.resnet_length import OWN, PRINTED, Contest, Plan, Task, key
 from experiments.paper.resnet_runs import Shuffled, Size
 from experiments.pieces import Lines
 from hyperkron.solution import HyperkronError
@@ -64,7 +74,7 @@ def test_step_sizes_go_on_until_the_best_lies_inside() -> None:
     assert [task.steps for task in own] == [2] * 7 + [20] * 3  # 5 step sizes, 2 dampings, 3 seeds
     assert [task.seed for task in own[7:]] == [0, 1, 2] and all(task.setting == best for task in own[7:])
     printed = {task.setting["absolute"] for task in order if "absolute" in task.setting}
-    assert printed == set(resnet_length.ABSOLUTE)
+    assert printed == set(image_contest.ABSOLUTE)
 
 
 def test_the_best_damping_is_kept() -> None:
@@ -108,7 +118,7 @@ def test_a_run_that_would_end_too_late_is_known() -> None:
 
 def test_a_diverged_run_is_the_worst() -> None:
     task = Task("MRBO", {"outer": 0.1}, 0, 2)
-    assert resnet_length.loss_of(row(task, 0.1, failed=True)) == float("inf")
+    assert image_contest.loss_of(row(task, 0.1, failed=True)) == float("inf")
 
 
 def test_without_trials_all_methods_have_the_settled_values() -> None:
@@ -184,7 +194,7 @@ def test_the_verdict_on_figure_1() -> None:
 
 def test_the_verdict_on_table_2() -> None:
     """Its lines take the setting of AID-KFAC."""
-    names = {name: 1.2 - 0.1 * ("EKFAC" in name) for name in resnet_length.SHARED}
+    names = {name: 1.2 - 0.1 * ("EKFAC" in name) for name in image_contest.SHARED}
     contest = judged({"AID-KFAC": 1.2, **names})
     assert contest.winner("AID-EKFAC-τ5", OWN) == contest.winner("AID-KFAC", OWN)
     times = {"AID-KFAC": 3.0, "AID-KFAC-τ10": 1.0, "AID-EKFAC-τ1": 5.0, "AID-EKFAC-τ10": 2.0}
@@ -198,7 +208,7 @@ def test_the_verdict_on_table_2() -> None:
 def test_a_judgement_is_given_where_the_records_decide(tmp_path: Path) -> None:
     runs, timed = Lines(tmp_path / "runs.jsonl"), Lines(tmp_path / "times.jsonl")
     assert resnet_length_page.judgement("Figure 2", runs.path, timed.path).verdict is Verdict.REFUSED
-    for found in judged(PAIRED, resnet_length.plan_of(resnet_length.LARGE)).done.values():
+    for found in judged(PAIRED, image_contest.plan_of(image_contest.LARGE)).done.values():
         runs.append(found)
     judge = resnet_length_page.judgement("Figure 2", runs.path, timed.path)
     assert judge is not None and judge.verdict is Verdict.TREND  # no times are known
@@ -231,7 +241,7 @@ def test_what_the_page_says_of_the_runs() -> None:
         e for x in rows for step, e in zip(x["curve"]["step"], x["curve"]["test_error"], strict=True) if step >= 200
     ]
     assert min(late) > 0.53 and 0.56 < sum(late) / len(late) < 0.58
-    assert resnet_length_page.judgement("Figure 2", batch=resnet_length.BATCH).verdict is Verdict.REFUSED
+    assert resnet_length_page.judgement("Figure 2", batch=500).verdict is Verdict.REFUSED
 
 
 def test_what_the_page_says_of_smaller_steps_of_theta() -> None:
@@ -242,11 +252,11 @@ def test_what_the_page_says_of_smaller_steps_of_theta() -> None:
     assert len(ours) == len(theirs) == 3 and all(26 <= x["best"]["step"] <= 80 for x in [*ours, *theirs])
     gaps = [b["best"]["test_loss"] - a["best"]["test_loss"] for a, b in zip(ours, theirs, strict=True)]
     assert min(gaps) > 0.06 and max(gaps) < 0.07
-    faster = Contest(rows, resnet_length.LENGTH._replace(inner=0.01)).results("AID-KFAC")
+    faster = Contest(rows, image_contest.LENGTHS["resnet18"]._replace(inner=0.01)).results("AID-KFAC")
     assert [x["best"]["step"] for x in faster] == [26]
     assert all(resnet_length_page.visits(x).never > 0.37 for x in [*ours, *theirs, *faster])
     for place in ("Figure 2", "Figure 1, top", "Table 2"):
-        assert "had not been updated" in resnet_length_page.judgement(place, batch=resnet_length.BATCH).because
+        assert "had not been updated" in resnet_length_page.judgement(place, batch=500).because
 
 
 def test_theta_s_step_size_with_larger_batches_follows_from_the_pilot() -> None:
@@ -254,7 +264,7 @@ def test_theta_s_step_size_with_larger_batches_follows_from_the_pilot() -> None:
     rows = {x["setting"]["inner"]: x for x in Lines(resnet_length.result_of(2500)).rows if x["wanted"] == 150}
     left = {inner: resnet_length_page.visits(x).never for inner, x in rows.items()}
     assert left[0.001] < 0.06 and left[0.01] > 0.4 and left[0.05] > 0.4
-    assert resnet_length.plan_of(2500).inner == 0.001
+    assert image_contest.plan_of(2500).inner == 0.001
 
 
 def test_what_the_page_says_of_larger_batches() -> None:
@@ -288,7 +298,7 @@ def test_a_run(name: str) -> None:
     split, size = small()
     setting = {"outer": 0.1, "damping": 0.1, "inner": 0.1}
     found = json.loads(json.dumps(resnet_length.run(Task(name, setting, 0, 3), split, size, Plan(steps=3))))
-    assert key(resnet_length.task_of(found)) == key(Task(name, setting, 0, 3)) and not found["failed"]
+    assert key(image_contest.task_of(found)) == key(Task(name, setting, 0, 3)) and not found["failed"]
     assert found["curve"]["step"] == [0, 1, 2, 3] and "test_loss" in found["best"]
     assert ("visits" in found) == (name == "AID-KFAC")
     if "visits" in found:  # the third step alone updates weights: of its batch, and by momentum of those before
@@ -339,11 +349,43 @@ def test_a_run_that_the_deadline_cuts_short_goes_on(tmp_path: Path) -> None:
     assert cut["steps"] == 1 and resnet_length.run(task, split, size, plan, kept=kept)["steps"] == 3
 
 
+def test_figure_3_counts_the_sizes_at_which_weights_were_updated() -> None:
+    """Below CG at all five sizes, at three of them, at none; two sizes that count are too few."""
+    level = {"AID-KFAC": 1.2, "AID-CG-3": 1.5}
+    every = {size: judged(level) for size in resnet_batches.SIZES}
+    assert resnet_batches.verdict(every).verdict is Verdict.REPRODUCED
+    early = judged(level, at=80)  # a batch is 1/80 of the rows
+    three = {**every, 250: early, 500: early}
+    found = resnet_batches.verdict(three)
+    assert found.verdict is Verdict.TREND and "250 -0.3" in found.because and "(too few" in found.because
+    worse = judged({"AID-KFAC": 1.5, "AID-CG-3": 1.2})
+    assert resnet_batches.verdict({**three, 5000: worse}).verdict is Verdict.FAILED
+    assert resnet_batches.verdict({**three, 1250: Contest([], PLAN)}).verdict is Verdict.REFUSED
+    assert "| 250 | AID-CG-3 | 3 | 1.5" in resnet_batches.table(three)
+
+
+def test_the_time_of_a_step_does_not_count_for_the_cnn() -> None:
+    slow = judged(PAIRED)
+    assert resnet_length_page.verdict(slow, FAST).verdict is Verdict.TREND
+    assert resnet_length_page.verdict(slow, None).verdict is Verdict.REPRODUCED
+    assert resnet_length_page.verdicts(slow, FAST, "cnn").keys() == {"Figure 5"}
+
+
+def test_the_cnn_has_its_own_plan_records_and_times() -> None:
+    assert image_contest.plan_of(1000, "cnn").steps == 1000 and image_contest.plan_of(2500, "cnn").steps == 400
+    assert resnet_length.result_of(1000, "cnn").name == "cnn-length.jsonl"
+    assert resnet_length.times_of("cnn") != resnet_length.times_of("resnet18")
+    layers = [type(x).__name__ for x in resnet_runs.network(0, Size(network="cnn")).modules()]
+    assert layers.count("Conv2d") == 3 and layers.count("Linear") == 1
+
+
 @pytest.mark.long
+@pytest.mark.parametrize("network", ["resnet18", "cnn"])
 @pytest.mark.parametrize("name", [*resnet_runs.METHODS, *references.KINDS])
-def test_every_method_runs(name: str) -> None:
+def test_every_method_runs(name: str, network: resnet_runs.Network) -> None:
     split, size = small()
-    setting = {"outer": 0.1, "inner": 0.05, **{own: first for own, (first, _) in resnet_length.OTHERS.items()}}
+    size = replace(size, network=network)
+    setting = {"outer": 0.1, "inner": 0.05, **{own: first for own, (first, _) in image_contest.OTHERS.items()}}
     assert not resnet_runs.run(name, setting, split, 0, 3, size, test=False)["failed"]
 
 
@@ -364,9 +406,9 @@ def test_the_command_runs_what_is_missing(tmp_path: Path) -> None:
         rows = Lines(out).rows
         assert not list(Contest(rows, Plan(steps=2, seeds=1), ["AID-identity"]).missing())
     trials = [x["setting"]["absolute"] for x in rows if x["wanted"] == 1]
-    assert trials == list(resnet_length.ABSOLUTE)
+    assert trials == list(image_contest.ABSOLUTE)
     assert len(rows) == len(trials) + 2  # the best of these, and its own step size, for longer
-    assert len({key(resnet_length.task_of(x)) for x in rows}) == len(rows)
+    assert len({key(image_contest.task_of(x)) for x in rows}) == len(rows)
 
 
 def test_other_batches_have_records_checkpoints_and_times_of_their_own(
@@ -377,7 +419,7 @@ def test_other_batches_have_records_checkpoints_and_times_of_their_own(
     for more in ([], ["--batch", "2500"]):
         resnet_length.main(["--checkpoints", str(tmp_path), *more])
     plain, large = seen
-    assert (plain.checkpoints, large.checkpoints) == (tmp_path, tmp_path / "batch-2500")
+    assert (plain.checkpoints, large.checkpoints) == (tmp_path, tmp_path / "resnet-length-batch-2500")
     assert large.alone == {name: 5 * ms for name, ms in plain.alone.items()} != {}
     assert resnet_length.result_of(500) == resnet_length.RESULT != resnet_length.result_of(2500)
     split, size = small()
