@@ -11,17 +11,20 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from experiments.paper import encoder_length, linear_length, linear_page, resnet_length, resnet_length_page
+from experiments.paper import (
+    encoder_length,
+    linear_length,
+    linear_page,
+    resnet_batches,
+    resnet_length,
+    resnet_length_page,
+)
 from experiments.paper.image_contest import AS, BATCHES, LARGE, SHARED, Contest, plan_of
 from experiments.paper.linear_runs import key
 from experiments.paper.recipe import Result
 from experiments.pieces import Lines
 
 SEEDS, STEPS = 3, 1000
-SHORT = 100
-"""Outer steps of a trial."""
-TRIALS = 5
-"""Of a method of ResNet-18 or the CNN."""
 ENCODER_SECONDS = 22.5
 """GPU seconds of a run of MiniLM at full length whose record has no time; they were 20 to 30."""
 
@@ -30,6 +33,17 @@ LONGER = 2.25
 """How much longer a step takes with batches of 2500 than with 500, measured with KFAC."""
 CHEAPEST = ("AID-CG-3", "AID-GGN-CG-3", "AID-GGN-CG-10")
 """Three solvers, as many as figure 1 needs for a verdict."""
+
+
+def slower(size: int) -> float:
+    """How much longer a step of ResNet-18 takes than with batches of 500, between that size and :data:`LARGE`.
+
+    Example:
+        >>> slower(500), slower(1250), slower(LARGE)
+        (1.0, 1.46875, 2.25)
+    """
+    usual = BATCHES["resnet18"]
+    return 1 + (LONGER - 1) * (size - usual) / (LARGE - usual)
 
 
 class Missing(NamedTuple):
@@ -66,8 +80,6 @@ def minutes(steps_by_ms: Mapping[float, float]) -> float:
 def missing(results: Mapping[str, Result]) -> dict[str, Missing]:
     """By the name of the recipe; ``results`` are those at small scale, whose times serve where no longer ones exist."""
     found = {**_resnet(), **_linear()}
-    if "cnn-cifar" in results:
-        found["cnn-cifar"] = _cnn(results["cnn-cifar"])
     if "encoder-base" in results and results["encoder-base"].figures["prices"].keys() >= {"1", *DEEP}:  # not at smoke
         found["encoder-base"] = _mpnet(results["encoder-base"])
     if "encoder-frozen" in results:
@@ -92,12 +104,16 @@ def _resnet() -> dict[str, Missing]:
         return sum(x * runs for x, runs in zip(ms, left, strict=True)) * LONGER * contest.plan.steps / 6e4
 
     large = f"batches of {LARGE}; with 500 no number of runs gives a verdict"
-    sizes = (256, 512, 1024, 2048, 5000)
-    of_sizes = (times["AID-KFAC"] + times["AID-CG-3"]) * SEEDS * STEPS / 6e4 * sum(sizes) / BATCHES["resnet18"]
+    sizes = {size: x for size, x in resnet_batches.by_size().items() if size > BATCHES["resnet18"]}
+    of_sizes = sum(
+        times[name] * slower(size) * (SEEDS - len(x.results(name))) * x.plan.steps / 6e4
+        for size, x in sizes.items()
+        for name in ("AID-KFAC", "AID-CG-3")
+    )
     return {
         "resnet-cifar": Missing(of(("AID-KFAC", "AID-CG-3", "AmIGO")), f"AID and AmIGO with and without KFAC, {large}"),
         "trade-off": Missing(of(("AID-KFAC", *CHEAPEST)), f"KFAC and {', '.join(CHEAPEST)}, {large}"),
-        "batch-resnet": Missing(of_sizes, "five batch sizes, of which the small ones can tell nothing"),
+        "batch-resnet": Missing(of_sizes, f"batches of {', '.join(map(str, sizes))}; smaller ones can tell nothing"),
         "ekfac-resnet": Missing(of(["AID-KFAC", *SHARED]), f"at least: EKFAC's steps are counted as KFAC's; {large}"),
     }
 
@@ -126,12 +142,6 @@ def _pace(contest: linear_length.Contest, line: linear_length.Line) -> float:
 
 UNKNOWN = 5.0
 """Of a step that was never timed."""
-
-
-def _cnn(result: Result) -> Missing:
-    """Ten inner steps in place of the five that were timed take at most twice as long."""
-    ms = [2e3 * statistics.fmean(x["step_seconds"]) for x in result.figures["found"].values()]
-    return Missing(minutes({sum(ms): TRIALS * SHORT + SEEDS * STEPS}), "nine methods, batch 256")
 
 
 DEEP = ("7", "12")
@@ -182,10 +192,18 @@ def _workers(command: str) -> float:
 
 
 def _long() -> dict[str, float]:
-    """Of the runs at the paper's length; those of ResNet-18 count for figure 2."""
-    files = [resnet_length.result_of(batch) for batch in (BATCHES["resnet18"], LARGE)]
-    resnet = sum(row["seconds"] / row["workers"] for file in files for row in Lines(file).rows) / 60
-    found: dict[str, Any] = {"resnet-cifar": resnet}
+    """Of the runs at the paper's length; those of ResNet-18 with the usual and the large batches count for figure 2."""
+    decide, cnn = (BATCHES["resnet18"], LARGE), (BATCHES["cnn"], LARGE)
+    others = [size for size in resnet_batches.SIZES if size not in decide]
+    files = {
+        "resnet-cifar": [resnet_length.result_of(batch) for batch in decide],
+        "batch-resnet": [resnet_length.result_of(batch) for batch in others],
+        "cnn-cifar": [resnet_length.result_of(batch, "cnn") for batch in cnn],
+    }
+    found: dict[str, Any] = {
+        name: sum(row["seconds"] / row["workers"] for file in of for row in Lines(file).rows) / 60
+        for name, of in files.items()
+    }
     found["encoder"] = _encoder(Lines(encoder_length.RESULT).rows, ENCODER_SECONDS)
     found["encoder-base"] = _encoder(Lines(encoder_length.MPNET).rows, 0.0)  # of its first three the time is not known
     for row in (row for row in Lines(linear_length.RESULT).rows if row.get("device") != "cpu"):

@@ -35,6 +35,14 @@ OTHERS: dict[str, tuple[float, tuple[float, ...]]] = {
     "weight": (0.01, (0.001, 0.1)),
 }
 """What else a method has: its value while the step size of λ is tried, and other values to try."""
+WIDER: dict[str, tuple[float, ...]] = {
+    "damping": (1e-3, 0.01, 0.1, 1.0, 10.0),
+    "step": (3e-3, 0.01, 0.03, 0.1, 0.3),
+    "epsilon": (1e-3, 0.01, 0.1, 1.0),
+    "eta": (1e-3, 0.01, 0.1, 1.0),
+    "weight": (1e-4, 1e-3, 0.01, 0.1, 1.0),
+}
+"""Where these may go on."""
 SETTLED = {name: first for name, (first, _) in OTHERS.items()} | {"step": 0.01}
 """The same without trials; a larger step of the v of AmIGO and Neumann diverged in shorter runs."""
 WITHOUT_MOMENTUM = (3.0, 10.0)
@@ -100,7 +108,7 @@ def task_of(row: dict[str, Any]) -> Task:
     return Task(row["method"], row["setting"], row["seed"], row["wanted"])
 
 
-LENGTHS: dict[Network, Plan] = {"resnet18": Plan(), "cnn": Plan(short=0.25, rate=0.0)}
+LENGTHS: dict[Network, Plan] = {"resnet18": Plan(), "cnn": Plan(short=0.25, inner=0.1, rate=0.0)}
 
 
 def plan_of(batch: int, network: Network = "resnet18") -> Plan:
@@ -172,16 +180,32 @@ class Contest:
                 return tasks
             tried = sorted([*tried, more])
 
+    def others(self, name: str, arm: str) -> list[Task]:
+        """Trials of what else a method has, at the middle step size of λ; in the arm of its own also beyond an edge
+        that is the best of all trials.
+        """
+        own = USES.get(name)
+        if own is None:
+            return []
+        middle = {"outer": RELATIVE[1]} if arm == OWN else {"absolute": ABSOLUTE[2]}
+        first, more = OTHERS[own]
+        tried = sorted([first, *more])
+        while True:
+            tasks = [self._short(name, {**middle, **self.first(name), own: value}) for value in tried]
+            order = self._best([*self.rates(name, arm), *tasks]) if arm == OWN else None
+            further = None if order is None else beyond(order[0].setting[own], tried, WIDER[own])
+            if further is None:
+                return tasks
+            tried = sorted([*tried, further])
+
     def trials(self, name: str, arm: str) -> list[Task]:
         """All trials: step sizes of λ, and at the middle one every other setting changed alone; none of a line."""
         if name in references.KINDS or (arm == OWN and self.plan.rate):
             return []
-        own = USES.get(name)
         middle = {"outer": RELATIVE[1]} if arm == OWN else {"absolute": ABSOLUTE[2]}
-        changed = [{own: value} for value in OTHERS[own][1]] if own else []
-        if name in resnet_runs.NO_MOMENTUM:
-            changed += [{"inner": factor * self.plan.inner} for factor in WITHOUT_MOMENTUM]
-        return self.rates(name, arm) + [self._short(name, {**middle, **self.first(name), **x}) for x in changed]
+        inner = [factor * self.plan.inner for factor in WITHOUT_MOMENTUM if name in resnet_runs.NO_MOMENTUM]
+        longer = [self._short(name, {**middle, **self.first(name), "inner": x}) for x in inner]
+        return self.rates(name, arm) + self.others(name, arm) + longer
 
     def winner(self, name: str, arm: str) -> Setting | None:
         """The setting of the best trial, once all are done; of AID-KFAC's, where table 2 shares them."""

@@ -336,7 +336,8 @@ def _loss(row: Mapping[str, Any]) -> str:
 
 
 def figure(contest: Contest, times: Rows, path: Path) -> Path:
-    """Test loss of seed 0 by outer step and by seconds (step × time of a step alone), and test error by step.
+    """Test loss of seed 0 by outer step and, where times are known, by seconds (step × time of a step alone), and test
+    error by step.
 
     Reference lines are curves, too, also those that were cut short.
     """
@@ -350,15 +351,18 @@ def figure(contest: Contest, times: Rows, path: Path) -> Path:
         xs, ys = zip(*((unit * step, y) for step, y in pairs if step > 0), strict=True)
         return list(xs), list(ys)
 
+    timed = [name for name in curves if name in known and name not in references.KINDS]
+    lowest = min((min(line(name, "test_loss")[1]) for name in curves), default=1.2)
+
     def fill(axes: Any) -> None:
-        timed = [name for name in curves if name in known and name not in references.KINDS]
         every = {name: line(name, "test_loss") for name in curves}
         plots.curves(axes[0], every, "outer steps", "test loss", log_x=True)
-        spent = {name: line(name, "test_loss", known[name] / 1e3) for name in timed}
-        plots.curves(axes[1], spent, "seconds, alone on the device", "test loss", log_x=True)
+        if timed:
+            spent = {name: line(name, "test_loss", known[name] / 1e3) for name in timed}
+            plots.curves(axes[1], spent, "seconds, alone on the device", "test loss", log_x=True)
         error = {name: line(name, "test_error") for name in curves}
-        plots.curves(axes[2], error, "outer steps", "test error", log_x=True)
-        for axis in axes[:2]:
-            axis.set_ylim(1.1, 2.7)
+        plots.curves(axes[-1], error, "outer steps", "test error", log_x=True)
+        for axis in axes[:-1]:
+            axis.set_ylim(min(1.1, lowest - 0.1), 2.7)
 
-    return plots.draw(path, 3, fill, height=3.6)
+    return plots.draw(path, 3 if timed else 2, fill, height=3.6)

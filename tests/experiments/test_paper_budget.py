@@ -39,7 +39,7 @@ def test_no_verdict_of_part_one_rests_on_short_runs() -> None:
         if result is not None and name not in long and (found := recipe.weights(result)):
             assert (recipe.judge(result).verdict is Verdict.REFUSED) == bool(refusal(found)), name
             seen.append(name)
-    assert {"cnn-cifar", "encoder-base"} <= set(seen)
+    assert "encoder-base" in seen
 
 
 def test_the_missing_minutes_of_figure_1_follow_from_the_recorded_times(

@@ -56,6 +56,24 @@ def played(
     return Contest(rows, plan, names), order
 
 
+def test_a_damping_that_wins_at_the_edge_is_not_the_last_one_tried() -> None:
+    """Where the smallest damping is the best of all trials, a smaller one follows; where a step size of λ is better
+    than it, nothing does.
+    """
+
+    def small(task: Task) -> float:
+        return 1 + task.setting.get("damping", 1.0)
+
+    won = played(["AID-KFAC"], small)[0].winner("AID-KFAC", OWN)
+    assert won is not None and won["damping"] == min(image_contest.WIDER["damping"])
+
+    def rather(task: Task) -> float:
+        return small(task) - 2.0 * (task.setting.get("outer") == 0.3)
+
+    tried = {task.setting["damping"] for task in played(["AID-KFAC"], rather)[1]}
+    assert tried == {0.01, 0.1, 1.0}
+
+
 def test_step_sizes_go_on_until_the_best_lies_inside() -> None:
     """λ's step sizes and the damping; further step sizes beyond an edge; then all seeds of the best."""
 
@@ -229,6 +247,30 @@ def test_the_tables_and_the_figure(tmp_path: Path) -> None:
 def test_the_page_has_the_recorded_tables(batch: str, capsys: pytest.CaptureFixture[str]) -> None:
     resnet_length.main(["--table", "--batch", batch])
     assert capsys.readouterr().out.strip() in (records.PAGES / "resnet-length.md").read_text("utf-8")
+
+
+def test_the_pages_have_the_tables_of_figures_3_and_5(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, page in ((["--sizes"], "resnet-length.md"), (["--table", "--network", "cnn"], "cnn-length.md")):
+        resnet_length.main(arguments)
+        assert capsys.readouterr().out.strip() in (records.PAGES / page).read_text("utf-8")
+
+
+def test_what_the_page_says_of_the_cnn() -> None:
+    """θ's step size by the rule, winners inside their grids, every trial of the others below KFAC's best."""
+    rows = Lines(resnet_length.result_of(1000, "cnn")).rows
+    contest = Contest(rows, image_contest.plan_of(1000, "cnn"))
+    assert resnet_length_page.judgement("Figure 5", batch=1000, network="cnn").verdict is Verdict.FAILED
+    names = ("AID-KFAC", "AID-CG-3", "AmIGO")
+    trials = {name: [contest.done[key(task)] for task in contest.trials(name, OWN)] for name in names}
+    held_out = {name: [image_contest.loss_of(x) for x in of] for name, of in trials.items()}
+    assert max(held_out["AID-CG-3"] + held_out["AmIGO"]) < 1.11 < 1.13 < min(held_out["AID-KFAC"])
+    for name, own in (("AID-KFAC", "damping"), ("AID-CG-3", "damping"), ("AmIGO", "step")):
+        won = contest.winner(name, OWN)
+        for which in ("outer", own):
+            tried = [x["setting"][which] for x in trials[name]]
+            assert won is not None and min(tried) < won[which] < max(tried), (name, which)
+    pilot = Contest(rows, image_contest.LENGTHS["resnet18"]._replace(inner=0.1)).results("AID-KFAC")
+    assert resnet_length_page.visits(pilot[0]).never < 0.11
 
 
 def test_what_the_page_says_of_the_runs() -> None:
