@@ -21,6 +21,7 @@ from hyperkron.collectives import Group
 from hyperkron.sharding import local, own_rows, with_rows
 
 Map = Callable[..., Sequence[Tensor | None]]
+"""A linear function of tensors, some of which may be ``None``."""
 
 
 def divided_over(group: Group, rows: Tensor, count: int) -> Tensor:
