@@ -9,7 +9,7 @@ As in :mod:`hyperkron.collectives`, what is differentiated is J = Σ_r J_r, of w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,11 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import make_dual
 
-from hyperkron.collectives import Group
+from hyperkron.collectives import Group, LinearMap
 from hyperkron.sharding import local, own_rows, with_rows
-
-Map = Callable[..., Sequence[Tensor | None]]
-"""A linear function of tensors, some of which may be ``None``."""
 
 
 def divided_over(group: Group, rows: Tensor, count: int) -> Tensor:
@@ -37,36 +34,10 @@ def divided_over(group: Group, rows: Tensor, count: int) -> Tensor:
     return DTensor.from_local(rows.to(place), mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
 
-class _LinearMap(torch.autograd.Function):
-    """A linear map of tensors, given with its transpose: each is the derivative of the other.
-
-    A gradient that is ``None`` counts as zero, which the transpose has to know.
-    """
-
-    @staticmethod
-    def forward(along: Map, transpose: Map, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-        return tuple(along(*tensors))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
-        ctx.set_materialize_grads(False)
-        ctx.along, ctx.transpose, *tensors = inputs
-        ctx.here = [x is not None for x in tensors]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        found = _LinearMap.apply(ctx.transpose, ctx.along, *gradients)
-        return (None, None, *(g if here else None for g, here in zip(found, ctx.here, strict=True)))
-
-    @staticmethod
-    def jvp(ctx: Any, _: None, __: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        return tuple(ctx.along(*tangents))
-
-
 def gathered(group: Group, tensors: Sequence[Tensor]) -> list[Tensor]:
     """All rows of divided tensors; gradients are summed over ranks, and each gets those of its rows."""
     like = [x.detach() for x in tensors]
-    return list(_LinearMap.apply(partial(_all_rows, group, like), partial(_summed_rows, group, like), *tensors))
+    return list(LinearMap.apply(partial(_all_rows, group, like), partial(_summed_rows, group, like), *tensors))
 
 
 def _all_rows(group: Group, like: list[Tensor], *tensors: Tensor | None) -> list[Tensor]:
@@ -93,14 +64,14 @@ def squared_norms(tensors: Sequence[Any]) -> Tensor:
     def summed(x: Tensor) -> list[Tensor]:  # each rank uses the number for its own: gradients are summed as well
         return [group.sum([x])[0].clone()]  # of one process it is x itself
 
-    (found,) = _LinearMap.apply(summed, summed, torch.stack([_own(x).square().sum() for x in tensors]))
+    (found,) = LinearMap.apply(summed, summed, torch.stack([_own(x).square().sum() for x in tensors]))
     return found
 
 
 def _own(x: Any) -> Tensor:
     """The own rows of a divided tensor, with its graph and its tangent (:func:`hyperkron.evaluation.sharded.dual`)."""
     like = x.detach()
-    (rows,) = _LinearMap.apply(lambda y: [local(y).clone()], lambda g: [with_rows(g, like)], x)
+    (rows,) = LinearMap.apply(lambda y: [local(y).clone()], lambda g: [with_rows(g, like)], x)
     rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
     return make_dual(rows.detach(), local(x.tangent).to(rows.dtype)) if hasattr(x, "tangent") else rows
 
@@ -127,5 +98,5 @@ def taken(group: Group, x: Tensor, index: Tensor) -> Tensor:
         given = group.gather(gradient)[mine]
         return [with_rows(found.index_add_(0, table[mine] - rows.start, given.to(found)), like)]
 
-    (found,) = _LinearMap.apply(taken_rows, put_back, x)
+    (found,) = LinearMap.apply(taken_rows, put_back, x)
     return found[: flat.numel()].reshape(index.shape)
