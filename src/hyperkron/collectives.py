@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -131,9 +131,7 @@ class Group:
     def gather_rows(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """All rows of tensors of which every rank has its own, in one collective; each has memory of its own."""
         sizes = [self._each(x.shape) for x in tensors]
-        dtype = torch.result_type(tensors[0], tensors[0])
-        for x in tensors:
-            dtype = torch.promote_types(dtype, x.dtype)
+        dtype = reduce(torch.promote_types, (x.dtype for x in tensors))
         own = local(tensors[0]).new_zeros(sum(sizes), dtype=dtype)
         for part, x in zip(own.split(sizes), tensors, strict=True):
             rows = local(x).reshape(-1)
@@ -149,9 +147,7 @@ class Group:
     def sum_rows(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Σ over ranks of each tensor, of which every rank gets its own rows, in one collective."""
         sizes = [self._each(x.shape) for x in tensors]
-        dtype = torch.float32
-        for x in tensors:
-            dtype = torch.promote_types(dtype, x.dtype)
+        dtype = reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
         table = tensors[0].new_zeros(self.size, sum(sizes), dtype=dtype)
         for part, x in zip(table.split(sizes, dim=1), tensors, strict=True):
             padded = torch.zeros(part.shape, dtype=dtype, device=x.device).view(-1)
@@ -333,9 +329,7 @@ def _summed(group: Group, like: list[Tensor], *tensors: Tensor | None) -> list[T
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    dtype = torch.float32
-    for x in tensors:
-        dtype = torch.promote_types(dtype, x.dtype)
+    dtype = reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
     return torch.cat([x.detach().reshape(-1).to(dtype) for x in tensors])
 
 
