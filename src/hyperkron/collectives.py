@@ -4,7 +4,7 @@ Every rank holds the same θ and λ and its own part of each batch. With J = Σ_
 rules of differentiation make every derivative of J, of any order, the same on all ranks:
 
     replicated: x ↦ x,               whose derivative sums over ranks    (θ and λ on their way into J_r)
-    summed:     x_r ↦ Σ_r x_r,       whose derivative is the identity    (∂J_r on its way out)
+    summed:     x_r ↦ Σ_r x_r,       whose derivative is replicated      (∂J_r on its way out)
 
 so ∂_θ J, Hessian products, cross terms and unrolled steps need no further communication. A collective takes all
 tensors of a stage at once, in one piece of memory.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ SECONDS_ALONE = 10.0
 """How long a process waits for others in :meth:`Group.meet`."""
 _GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name until torch 2.12
 _SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+Map = Callable[..., Sequence[Tensor | None]]
+"""A linear function of tensors, some of which may be ``None``."""
 
 
 class LostProcessError(HyperkronError):
@@ -128,9 +131,7 @@ class Group:
     def gather_rows(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """All rows of tensors of which every rank has its own, in one collective; each has memory of its own."""
         sizes = [self._each(x.shape) for x in tensors]
-        dtype = torch.result_type(tensors[0], tensors[0])
-        for x in tensors:
-            dtype = torch.promote_types(dtype, x.dtype)
+        dtype = reduce(torch.promote_types, (x.dtype for x in tensors))
         own = local(tensors[0]).new_zeros(sum(sizes), dtype=dtype)
         for part, x in zip(own.split(sizes), tensors, strict=True):
             rows = local(x).reshape(-1)
@@ -146,9 +147,7 @@ class Group:
     def sum_rows(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Σ over ranks of each tensor, of which every rank gets its own rows, in one collective."""
         sizes = [self._each(x.shape) for x in tensors]
-        dtype = torch.float32
-        for x in tensors:
-            dtype = torch.promote_types(dtype, x.dtype)
+        dtype = reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
         table = tensors[0].new_zeros(self.size, sum(sizes), dtype=dtype)
         for part, x in zip(table.split(sizes, dim=1), tensors, strict=True):
             padded = torch.zeros(part.shape, dtype=dtype, device=x.device).view(-1)
@@ -284,56 +283,53 @@ def _below(matrices: Tensor) -> Tensor:
     return torch.ones(matrices.shape[-2:], dtype=torch.bool, device=matrices.device).tril()
 
 
-def replicated(group: Group, tensors: Tree) -> Tree:
-    """The same tensors, whose gradients are summed over ranks, all of them in one collective."""
-    return dict(zip(tensors, _Replicated.apply(group, *tensors.values()), strict=True)) if tensors else {}
+class LinearMap(torch.autograd.Function):
+    """A linear map of tensors, given with its transpose: each is the derivative of the other.
 
-
-class _Replicated(torch.autograd.Function):
-    """x ↦ x on every rank; the gradients of all x are summed over ranks."""
-
-    @staticmethod
-    def forward(group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(x.view_as(x) for x in tensors)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.set_materialize_grads(False)
-        ctx.group, ctx.like = inputs[0], [x.detach() for x in inputs[1:]]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None, *_Summed.apply(ctx.group, ctx.like, *gradients))
-
-
-class _Summed(torch.autograd.Function):
-    """x_r ↦ Σ_r x_r; the gradient of the sum, which is the same on all ranks, is that of every x_r.
-
-    An x that a rank does not have counts as zero there; one that no rank has stays ``None``.
+    A gradient that is ``None`` counts as zero, which the transpose has to know.
     """
 
     @staticmethod
-    def forward(group: Group, like: list[Tensor], *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-        dense = [torch.zeros_like(y) if x is None else x.to_dense() for x, y in zip(tensors, like, strict=True)]
-        here = [x is not None for x in tensors]
-        *found, counts = group.sum([*dense, dense[0].new_tensor(here)])
-        there = here if all(here) else (counts > 0).tolist()
-        return tuple(x if some else None for x, some in zip(found, there, strict=True))
+    def forward(along: Map, transpose: Map, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(along(*tensors))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
         ctx.set_materialize_grads(False)
-        ctx.here = [x is not None for x in inputs[2:]]
+        ctx.along, ctx.transpose, *tensors = inputs
+        ctx.here = [x is not None for x in tensors]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None, None, *(g if here else None for g, here in zip(gradients, ctx.here, strict=True)))
+        found = LinearMap.apply(ctx.transpose, ctx.along, *gradients)
+        return (None, None, *(g if here else None for g, here in zip(found, ctx.here, strict=True)))
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, __: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(ctx.along(*tangents))
+
+
+def replicated(group: Group, tensors: Tree) -> Tree:
+    """The same tensors, whose gradients are summed over ranks, all of them in one collective."""
+    summed = partial(_summed, group, [x.detach() for x in tensors.values()])
+    return dict(zip(tensors, LinearMap.apply(_viewed, summed, *tensors.values()), strict=True)) if tensors else {}
+
+
+def _viewed(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if x is None else x.view_as(x) for x in tensors]
+
+
+def _summed(group: Group, like: list[Tensor], *tensors: Tensor | None) -> list[Tensor | None]:
+    """Σ_r x_r: one that a rank does not have counts as zero there; one that no rank has stays ``None``."""
+    dense = [torch.zeros_like(y) if x is None else x.to_dense() for x, y in zip(tensors, like, strict=True)]
+    here = [x is not None for x in tensors]
+    *found, counts = group.sum([*dense, dense[0].new_tensor(here)])
+    there = here if all(here) else (counts > 0).tolist()
+    return [x if some else None for x, some in zip(found, there, strict=True)]
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    dtype = torch.float32
-    for x in tensors:
-        dtype = torch.promote_types(dtype, x.dtype)
+    dtype = reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
     return torch.cat([x.detach().reshape(-1).to(dtype) for x in tensors])
 
 

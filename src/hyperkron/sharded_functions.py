@@ -10,13 +10,14 @@ As in :mod:`hyperkron.collectives`, what is differentiated is J = Σ_r J_r, of w
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import make_dual
 
-from hyperkron.collectives import Group
+from hyperkron.collectives import Group, LinearMap
 from hyperkron.sharding import local, own_rows, with_rows
 
 
@@ -35,116 +36,44 @@ def divided_over(group: Group, rows: Tensor, count: int) -> Tensor:
 
 def gathered(group: Group, tensors: Sequence[Tensor]) -> list[Tensor]:
     """All rows of divided tensors; gradients are summed over ranks, and each gets those of its rows."""
-    return list(_Gathered.apply(group, *tensors))
+    like = [x.detach() for x in tensors]
+    return list(LinearMap.apply(partial(_all_rows, group, like), partial(_summed_rows, group, like), *tensors))
 
 
-class _Gathered(torch.autograd.Function):
-    """Own rows ↦ all rows."""
-
-    @staticmethod
-    def forward(group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(group.gather_rows(tensors))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.set_materialize_grads(False)
-        ctx.group, ctx.like = inputs[0], [x.detach() for x in inputs[1:]]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None, *_SummedRows.apply(ctx.group, ctx.like, *gradients))
+def _all_rows(group: Group, like: list[Tensor], *tensors: Tensor | None) -> list[Tensor]:
+    return group.gather_rows([torch.zeros_like(y) if x is None else x for x, y in zip(tensors, like, strict=True)])
 
 
-class _SummedRows(torch.autograd.Function):
-    """x_r ↦ the own rows of Σ_r x_r; what no rank has stays ``None``."""
-
-    @staticmethod
-    def forward(group: Group, like: list[Tensor], *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-        here = [x is not None for x in tensors]
-        flags = local(like[0]).new_tensor(here).expand(group.size, -1)
-        dense = [
-            torch.zeros(y.shape, dtype=y.dtype, device=y.device) if x is None else x.to_dense()
-            for x, y in zip(tensors, like, strict=True)
-        ]
-        *found, counts = group.sum_rows([*dense, flags])
-        there = here if all(here) else (counts[0] > 0).tolist()
-        return tuple(with_rows(x, y) if some else None for x, y, some in zip(found, like, there, strict=True))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
-        ctx.set_materialize_grads(False)
-        ctx.group, ctx.like, ctx.here = inputs[0], inputs[1], [x is not None for x in inputs[2:]]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        given = [torch.zeros_like(y) if g is None else g for g, y in zip(gradients, ctx.like, strict=True)]
-        found = _Gathered.apply(ctx.group, *given)
-        return (None, None, *(g if here else None for g, here in zip(found, ctx.here, strict=True)))
+def _summed_rows(group: Group, like: list[Tensor], *tensors: Tensor | None) -> list[Tensor | None]:
+    """The own rows of Σ_r x_r; what no rank has stays ``None``."""
+    here = [x is not None for x in tensors]
+    flags = local(like[0]).new_tensor(here).expand(group.size, -1)
+    dense = [
+        torch.zeros(y.shape, dtype=y.dtype, device=y.device) if x is None else x.to_dense()
+        for x, y in zip(tensors, like, strict=True)
+    ]
+    *found, counts = group.sum_rows([*dense, flags])
+    there = here if all(here) else (counts[0] > 0).tolist()
+    return [with_rows(x, y) if some else None for x, y, some in zip(found, like, there, strict=True)]
 
 
 def squared_norms(tensors: Sequence[Any]) -> Tensor:
     """‖x‖² of each divided tensor, by its ranks; one number of each is sent."""
     group = Group(tensors[0]._spec.mesh.get_group())
-    return _AllSummed.apply(group, torch.stack([_own(x).square().sum() for x in tensors]))
+
+    def summed(x: Tensor) -> list[Tensor]:  # each rank uses the number for its own: gradients are summed as well
+        return [group.sum([x])[0].clone()]  # of one process it is x itself
+
+    (found,) = LinearMap.apply(summed, summed, torch.stack([_own(x).square().sum() for x in tensors]))
+    return found
 
 
 def _own(x: Any) -> Tensor:
     """The own rows of a divided tensor, with its graph and its tangent (:func:`hyperkron.evaluation.sharded.dual`)."""
-    rows: Tensor = _OwnRows.apply(x)
+    like = x.detach()
+    (rows,) = LinearMap.apply(lambda y: [local(y).clone()], lambda g: [with_rows(g, like)], x)
     rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
     return make_dual(rows.detach(), local(x.tangent).to(rows.dtype)) if hasattr(x, "tangent") else rows
-
-
-class _OwnRows(torch.autograd.Function):
-    """A divided tensor ↦ its own rows."""
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return local(x).clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.like = inputs[0].detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return _WithRows.apply(ctx.like, gradient)
-
-
-class _WithRows(torch.autograd.Function):
-    """Own rows ↦ the tensor divided so."""
-
-    @staticmethod
-    def forward(like: Tensor, rows: Tensor) -> Tensor:
-        return with_rows(rows, like)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        return None, _OwnRows.apply(gradient)
-
-
-class _AllSummed(torch.autograd.Function):
-    """x_r ↦ Σ_r x_r, a number that each rank uses for its own: their gradients are summed as well."""
-
-    @staticmethod
-    def forward(group: Group, x: Tensor) -> Tensor:
-        return group.sum([x])[0].clone()  # of one process it is x itself
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.group = inputs[0]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        return None, _AllSummed.apply(ctx.group, gradient)
-
-    @staticmethod
-    def jvp(ctx: Any, _: None, tangent: Tensor) -> Tensor:
-        return ctx.group.sum([tangent])[0].clone()
 
 
 def taken(group: Group, x: Tensor, index: Tensor) -> Tensor:
@@ -155,50 +84,19 @@ def taken(group: Group, x: Tensor, index: Tensor) -> Tensor:
     flat = index.reshape(-1)
     if flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < len(x):
         raise IndexError(f"index runs from {int(flat.min())} to {int(flat.max())} in a vector of {len(x)} rows")
-    table = group.lists(flat)
-    return _Taken.apply(group, table, x)[: flat.numel()].reshape(index.shape)
-
-
-class _Taken(torch.autograd.Function):
-    """x ↦ x at this rank's row of a table of indices."""
-
-    @staticmethod
-    def forward(group: Group, table: Tensor, x: Tensor) -> Tensor:
-        values, mine = _held(group, table, x)
-        found = values.new_zeros(table.shape)
-        found[mine] = values[table[mine] - own_rows(len(x), group.rank, group.size).start]
-        return group.sum_rows([found])[0][0]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.group, ctx.table, ctx.like = inputs[0], inputs[1], inputs[2].detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, _Put.apply(ctx.group, ctx.table, ctx.like, gradient)
-
-
-class _Put(torch.autograd.Function):
-    """The transpose of :class:`_Taken`: values at all ranks' indices, added up in the rows that this rank holds."""
-
-    @staticmethod
-    def forward(group: Group, table: Tensor, like: Tensor, gradient: Tensor) -> Tensor:
-        given = group.gather(gradient)
-        values, mine = _held(group, table, like)
-        found = torch.zeros_like(values)
-        found.index_add_(0, table[mine] - own_rows(len(like), group.rank, group.size).start, given[mine].to(found))
-        return with_rows(found, like)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.group, ctx.table = inputs[0], inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, _Taken.apply(ctx.group, ctx.table, gradient)
-
-
-def _held(group: Group, table: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The values that this rank holds, and which entries of the table are among them."""
+    table, like = group.lists(flat), x.detach()
     rows = own_rows(len(x), group.rank, group.size)
-    return local(x), (table >= rows.start) & (table < rows.stop)
+    mine = (table >= rows.start) & (table < rows.stop)  # of all ranks' rows, those that this rank holds
+
+    def taken_rows(values: Tensor) -> list[Tensor]:
+        found = local(values).new_zeros(table.shape)
+        found[mine] = local(values)[table[mine] - rows.start]
+        return [group.sum_rows([found])[0][0]]
+
+    def put_back(gradient: Tensor) -> list[Tensor]:
+        found = torch.zeros_like(local(like))
+        given = group.gather(gradient)[mine]
+        return [with_rows(found.index_add_(0, table[mine] - rows.start, given.to(found)), like)]
+
+    (found,) = LinearMap.apply(taken_rows, put_back, x)
+    return found[: flat.numel()].reshape(index.shape)

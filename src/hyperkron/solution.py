@@ -40,7 +40,7 @@ class HyperkronWarning(UserWarning):
 
 
 class Status(enum.Enum):
-    """How a linear system or a hypergradient was obtained; the value is the sentence a person reads.
+    """How a linear system or a hypergradient was obtained, from best to worst; the value is what a person reads.
 
     Example:
         >>> Status.CONVERGED.ok
@@ -52,6 +52,22 @@ class Status(enum.Enum):
     DIRECT = "The system was solved directly from its factorisation."
     CONVERGED = "The solver reached the tolerance asked for, or the precision of the numbers."
     BUDGET = "The solver did the number of iterations asked for and returned its last iterate."
+    MORE_DAMPING = (
+        "The factorisation succeeded only in float64 or with more damping than asked for; "
+        "raise the damping to make this the normal case."
+    )
+    STALE = (
+        "The inverse in use is older than allowed, or refreshing it has failed several times; "
+        "raise the damping, refresh more often, or check the batches for extreme values."
+    )
+    KEPT_PREVIOUS = (
+        "The new curvature could not be factorised, so the previous inverse was used; "
+        "raise the damping, or check the batch for extreme values."
+    )
+    COLLAPSED = (
+        "The weights of the examples have collapsed: all are zero, or a few carry nearly everything; "
+        "lower the step size of λ, bound it with a projection, or use more validation data."
+    )
     NONPOSITIVE_CURVATURE = (
         "The solver met a direction of zero or negative curvature and returned its last iterate before it "
         "(the right-hand side, scaled or preconditioned, if that was its first direction); "
@@ -61,30 +77,13 @@ class Status(enum.Enum):
         "The iteration grew instead of shrinking and was stopped, returning its best iterate; "
         "lower the step (without a preconditioner step=None picks a safe one), or raise the damping."
     )
-    NON_FINITE = (
-        "A NaN or an infinity appeared in the solve, and the last finite iterate was returned; "
-        "check the batch and the parameters, raise the damping, or use float64."
-    )
-    KEPT_PREVIOUS = (
-        "The new curvature could not be factorised, so the previous inverse was used; "
-        "raise the damping, or check the batch for extreme values."
-    )
-    MORE_DAMPING = (
-        "The factorisation succeeded only in float64 or with more damping than asked for; "
-        "raise the damping to make this the normal case."
-    )
-
     SKIPPED = (
         "A NaN or an infinity appeared in the step or its curvature could not be factorised, so θ and λ were put back "
         "where they were and the step was left out; check the batches named in the file beside the run."
     )
-    STALE = (
-        "The inverse in use is older than allowed, or refreshing it has failed several times; "
-        "raise the damping, refresh more often, or check the batches for extreme values."
-    )
-    COLLAPSED = (
-        "The weights of the examples have collapsed: all are zero, or a few carry nearly everything; "
-        "lower the step size of λ, bound it with a projection, or use more validation data."
+    NON_FINITE = (
+        "A NaN or an infinity appeared in the solve, and the last finite iterate was returned; "
+        "check the batch and the parameters, raise the damping, or use float64."
     )
 
     @property
@@ -114,24 +113,9 @@ class Solution:
     residual: float | None = None
 
 
-_SEVERITY = (
-    Status.DIRECT,
-    Status.CONVERGED,
-    Status.BUDGET,
-    Status.MORE_DAMPING,
-    Status.STALE,
-    Status.KEPT_PREVIOUS,
-    Status.COLLAPSED,
-    Status.NONPOSITIVE_CURVATURE,
-    Status.DIVERGED,
-    Status.SKIPPED,
-    Status.NON_FINITE,
-)
-
-
 def worst(statuses: Iterable[Status]) -> Status:
     """The status of several solves together: that of the one that went worst."""
-    return max(statuses, key=_SEVERITY.index)
+    return max(statuses, key=list(Status).index)
 
 
 @dataclass(frozen=True)

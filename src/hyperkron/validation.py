@@ -1,10 +1,13 @@
-"""Checks of arguments: every refusal names the argument, its value and what to pass instead."""
+"""Checks of arguments and of optional packages: every refusal names what is wrong and what to do instead."""
 
 from __future__ import annotations
 
+import importlib
 import math
+import sys
 from collections.abc import Sequence
 from numbers import Integral, Real
+from typing import Any
 
 from hyperkron.solution import HyperkronError
 
@@ -46,6 +49,27 @@ def check_one_of(name: str, value: object, allowed: Sequence[str]) -> None:
     if not isinstance(value, str) or value not in allowed:
         *most, last = allowed
         _refuse(name, value, "is unknown", f"choose {', '.join(most)} or {last}" if most else f"choose {last}")
+
+
+def need(module: str, extra: str = "data", who: str = "") -> Any:
+    """An optional package, imported now; an error that names the extra where it is absent, and ``who`` needs it.
+
+    Example:
+        >>> need("no_such_package")
+        Traceback (most recent call last):
+        ...
+        hyperkron.solution.HyperkronError: the package no_such_package is needed here and cannot be imported (...):
+        pip install 'hyperkron[data]'
+    """
+    if (found := sys.modules.get(module)) is not None:
+        return found
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise HyperkronError(
+            f"the package {module.split('.')[0]} is needed {f'by {who}' if who else 'here'} and cannot be imported "
+            f"({error}): pip install 'hyperkron[{extra}]'"
+        ) from error
 
 
 def _number(value: object) -> float:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import hyperkron as hk
 import replaying
 from hyperkron import solution
+from hyperkron.batch_tensors import tensors_of
 from hyperkron.curvature import GGN, KFAC
 from hyperkron.curvature.kfac import factors, grams, half_inverses, inverse, kfac
 from hyperkron.hypergradient import passes
@@ -59,9 +60,7 @@ class RerunRecording:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    passes._mapped(value, lambda x: found.append(x) or x)  # type: ignore[func-returns-value]
-    return found
+    return [x for _, x in tensors_of("value", value)]
 
 
 def _check_finite_later(self: Execution, value: Tensor, error: Callable[[str], Exception]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -131,10 +131,8 @@ def group_norms_checked(model: nn.Module) -> Iterator[None]:
         if given and not given[0].requires_grad:
             raise RuntimeError("the input of GroupNorm has no gradient")
 
-    norms = (module for module in model.modules() if isinstance(module, nn.GroupNorm))
-    handles = [module.register_forward_pre_hook(check) for module in norms]
-    try:
+    with ExitStack() as hooks:
+        for module in model.modules():
+            if isinstance(module, nn.GroupNorm):
+                hooks.enter_context(module.register_forward_pre_hook(check))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
@@ -165,7 +165,7 @@ class LayerProducts(Products):
     def _watched(self, used: set[str]) -> Iterator[list[LayerCall]]:
         """Hooks that note the input and output of every call of a layer with ``used``, while the block runs."""
         calls: list[LayerCall] = []
-        params, handles = self.point.params, []
+        params = self.point.params
 
         def hook(make: Callable[[], LayerCall], _: nn.Module, given: tuple[Any, ...], named: Any, y: Tensor) -> None:
             if y.requires_grad:
@@ -183,13 +183,10 @@ class LayerProducts(Products):
             for module, names in self.plan.diagonal
             if not used.isdisjoint(names.values())
         ]
-        try:
+        with ExitStack() as hooks:
             for module, make in makers:
-                handles.append(module.register_forward_hook(partial(hook, make), with_kwargs=True, prepend=True))
+                hooks.enter_context(module.register_forward_hook(partial(hook, make), with_kwargs=True, prepend=True))
             yield calls
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 class KeptProducts(KeptGradients):

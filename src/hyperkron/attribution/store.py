@@ -23,7 +23,7 @@ from hyperkron.training.locks import FolderLock
 from hyperkron.training.program import comparable
 from hyperkron.training.writing import flush_folder, in_words, whole_file
 from hyperkron.trees import Tree
-from hyperkron.validation import check_interval
+from hyperkron.validation import check_interval, need
 
 PROGRESS, VECTORS, SCORES, MEAN = "progress.json", "vectors.safetensors", "scores.npy", "mean.npy"
 BLOCK = 2**24
@@ -161,10 +161,7 @@ def averaged(folder: Path, parts: Sequence[Tensor]) -> Tensor:
 
 def _array(path: Path, mode: str, shape: tuple[int, int]) -> Any:
     """A file of float32 as an array that the disk backs; ``mode`` is that of numpy's memory maps."""
-    try:
-        import numpy
-    except ImportError as error:
-        raise HyperkronError("out= needs numpy; pip install 'hyperkron[data]'.") from error
+    numpy = need("numpy", who="out=")
     if mode == "w+":
         return numpy.lib.format.open_memmap(path, mode="w+", dtype=numpy.float32, shape=shape)
     try:

@@ -16,7 +16,7 @@ from torch.nn.functional import one_hot
 
 from hyperkron import losses
 from hyperkron.algorithms import Algorithm, BatchSources, State, StepReport, derivatives
-from hyperkron.cleaning.config import ALTERNATIVES, BOOSTED, FOREST, NETWORK, OURS
+from hyperkron.cleaning.config import ALTERNATIVES, BOOSTED, ESTIMATORS, FOREST, NETWORK, OURS
 from hyperkron.cleaning.evidence import label_evidence, noise_matrix_from_trusted, of_label
 from hyperkron.cleaning.filters import confident, neighbour_votes
 from hyperkron.cleaning.learners import chosen_learner, grow
@@ -31,37 +31,23 @@ from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HyperkronError
 from hyperkron.training import Box, fit
 
-DESCRIPTIONS = {
-    OURS: "evidence of experts and given labels, plus the trusted rows",
-    "noisy": "the training rows as they are, without the trusted ones",
-    "trusted": "the trusted rows alone",
-    "pooled": "training and trusted rows together, labels as they are",
-    "small-loss": "each row weighted by the confidence of a network of all rows in its label",
-    "trusted-confidence": "each row weighted by the confidence of a network of the trusted rows in its label",
-    "cleanlab": "the rows that cleanlab keeps, by predictions of networks that did not see them, plus the trusted rows",
-    "neighbours": "the rows whose label is that of most of their nearest neighbours, plus the trusted rows",
-    "gold-loss": "all rows, through the noise matrix that a network of the noisy rows shows on the trusted ones (GLC)",
-    "forest": "a random forest of the rows that confident learning keeps by a first forest, plus the trusted rows",
-    "boosted": "gradient-boosted trees of the rows that confident learning keeps by a forest, plus the trusted rows",
-    "estimator": "your estimator on training and trusted rows, labels as they are",
-    "estimator-cleaned": "your estimator on the cleaned labels and the trusted rows",
-    "sama": "one free weight per row, learnt by SAMA without curvature, plus the trusted rows",
-}
-
 BLIND = ("noisy",)
 """Candidates that look at no trusted row, so that one network serves all views."""
 
 TREES = ("forest", "boosted")
 """Candidates that are trees, for tables."""
-ESTIMATORS = ("estimator", "estimator-cleaned")
-"""Candidates made with the user's own estimator."""
 GOLD_SHARE = 0.25
 """Of gold loss correction: the trusted rows together count at least this part of the noisy ones."""
 SAMA_STEPS, SAMA_ROWS, SAMA_RATE = 40, 2048, 0.05
 
 
-def available(names: tuple[str, ...], *, table: bool = True, vectors: bool = True) -> tuple[list[str], list[str]]:
-    """The alternatives that can be trained here, on a ``table`` or on ``vectors``, and messages about the others."""
+def available(
+    names: tuple[str, ...], *, table: bool = True, vectors: bool = True, estimator: bool = False
+) -> tuple[list[str], list[str]]:
+    """The alternatives that can be trained here, and messages about the others.
+
+    ``table`` and ``vectors`` say what the inputs are, ``estimator`` whether the user has brought one.
+    """
     messages, out = [], [*(() if table else TREES), *(() if vectors else ("neighbours",))]
     if names != ALTERNATIVES:  # somebody asked for them
         messages += [
@@ -77,7 +63,7 @@ def available(names: tuple[str, ...], *, table: bool = True, vectors: bool = Tru
     if table and not trees.installed():
         messages.append(trees.MISSING)
         out += TREES
-    return [name for name in names if name not in out], messages
+    return [*(name for name in names if name not in out), *(ESTIMATORS if estimator else ())], messages
 
 
 def targets_for(name: str, work: Work, outcome: Outcome) -> TrainingTargets:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.nn.functional import one_hot
 
-from hyperkron.cleaning.alternatives import BLIND, ESTIMATORS, TREES
-from hyperkron.cleaning.config import ALTERNATIVES, BOOSTED, FOREST, OURS
+from hyperkron.cleaning.alternatives import BLIND, TREES
+from hyperkron.cleaning.config import ALTERNATIVES, BOOSTED, ESTIMATORS, FOREST, OURS
 from hyperkron.cleaning.method import PRESETS, vectors
 from hyperkron.cleaning.models import trees
 from hyperkron.cleaning.trainer import TrainingPlan, TrainingTargets, train

@@ -11,22 +11,28 @@ from typing import Any, Protocol
 from hyperkron.solution import HyperkronError
 from hyperkron.validation import check_positive, check_whole
 
-ALTERNATIVES = (
-    "noisy",
-    "trusted",
-    "pooled",
-    "small-loss",
-    "trusted-confidence",
-    "cleanlab",
-    "neighbours",
-    "gold-loss",
-    "forest",
-    "boosted",
-    "sama",
-)
-"""What the user could have done instead; every one is trained and judged in the same way."""
-
 OURS = "hyperkron"
+ESTIMATORS = ("estimator", "estimator-cleaned")
+"""Candidates made with the user's own estimator."""
+DESCRIPTIONS = {
+    OURS: "evidence of experts and given labels, plus the trusted rows",
+    "noisy": "the training rows as they are, without the trusted ones",
+    "trusted": "the trusted rows alone",
+    "pooled": "training and trusted rows together, labels as they are",
+    "small-loss": "each row weighted by the confidence of a network of all rows in its label",
+    "trusted-confidence": "each row weighted by the confidence of a network of the trusted rows in its label",
+    "cleanlab": "the rows that cleanlab keeps, by predictions of networks that did not see them, plus the trusted rows",
+    "neighbours": "the rows whose label is that of most of their nearest neighbours, plus the trusted rows",
+    "gold-loss": "all rows, through the noise matrix that a network of the noisy rows shows on the trusted ones (GLC)",
+    "forest": "a random forest of the rows that confident learning keeps by a first forest, plus the trusted rows",
+    "boosted": "gradient-boosted trees of the rows that confident learning keeps by a forest, plus the trusted rows",
+    "estimator": "your estimator on training and trusted rows, labels as they are",
+    "estimator-cleaned": "your estimator on the cleaned labels and the trusted rows",
+    "sama": "one free weight per row, learnt by SAMA without curvature, plus the trusted rows",
+}
+"""What each candidate learns from."""
+ALTERNATIVES = tuple(name for name in DESCRIPTIONS if name not in (OURS, *ESTIMATORS))
+"""What the user could have done instead; every one is trained and judged in the same way."""
 
 NETWORK, FOREST, BOOSTED = "network", "random forest", "boosted trees"
 """Learners: what the delivered model can be, beside an estimator of the user's."""

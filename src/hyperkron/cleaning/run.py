@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from hyperkron.cleaning import recorded
-from hyperkron.cleaning.alternatives import DESCRIPTIONS, ESTIMATORS, TREES, available, delivered, judged, targets_for
+from hyperkron.cleaning.alternatives import TREES, available, delivered, judged, targets_for
 from hyperkron.cleaning.budget import ONE_PROCESS, steps_of, tree_fits, within
 from hyperkron.cleaning.choice import Judged, Noise, choose, different, first_verdict, judge, noise_of, verdict
-from hyperkron.cleaning.config import OURS, CleanConfig, EmbeddingBar, Progress, SilentProgress
+from hyperkron.cleaning.config import DESCRIPTIONS, OURS, CleanConfig, EmbeddingBar, Progress, SilentProgress
 from hyperkron.cleaning.data import Labelled
 from hyperkron.cleaning.folder import RunFolder
 from hyperkron.cleaning.given import Given
@@ -209,8 +209,8 @@ class CleaningRun:
         noisy, trusted = torch.arange(len(given), device=self.device).split([len(part) for part in labels])
         plan = TrainingPlan() if self.config.epochs is None else TrainingPlan(epochs=self.config.epochs)
         table, dense = self.own.parts[0].kind == "table", isinstance(self.prepared.inputs, Dense)
-        self.names, notes = available(self.config.compare, table=table, vectors=dense)
-        self.names += ESTIMATORS if self.own.estimator is not None else ()
+        own = self.own.estimator is not None
+        self.names, notes = available(self.config.compare, table=table, vectors=dense, estimator=own)
         self.work = Work(
             self.prepared.inputs,
             given,

@@ -16,7 +16,7 @@ def write_board(folder: Path) -> Path:
     import shutil
 
     from hyperkron.training.history import read_log
-    from hyperkron.training.tracking import need
+    from hyperkron.validation import need
 
     board: Any = need("torch.utils.tensorboard", "track", "--tensorboard")
     target = folder / "tensorboard"

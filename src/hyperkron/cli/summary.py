@@ -54,17 +54,11 @@ def _suspects(run: RunContents) -> str:
     if not count:
         return "No row looks mislabelled."
     share = f" of {rows} ({100 * count / rows:.0f} %)" if rows else ""
-    text = (
-        f"{count}{share} labelled rows look mislabelled." if _silent(run) else f"{count}{share} rows look mislabelled."
-    )
+    unlabelled = any(not row.given for row in run.rows or ())
+    text = f"{count}{share} {'labelled ' if unlabelled else ''}rows look mislabelled."
     if run.suspects:
         text += " The most suspicious (rows count from 0, without a header):"
     return "\n".join([text, *(_suspect(s) for s in run.suspects[:TOP])])
-
-
-def _silent(run: RunContents) -> bool:
-    """Whether there are rows without a label."""
-    return any(not row.given for row in run.rows or ())
 
 
 def _suspect(s: Suspect) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -111,16 +111,12 @@ class _LayerHooks:
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Attach the hooks, also for the backward pass, in which activation checkpoints call layers again."""
-        handles = []
-        try:
+        with ExitStack() as hooks:
             for module, v in self.layers.items():
                 if _is_linear(module):
-                    handles.append(module.register_forward_pre_hook(self._narrow))
-                handles.append(module.register_forward_hook(partial(self._on_layer, v), with_kwargs=True))
+                    hooks.enter_context(module.register_forward_pre_hook(self._narrow))
+                hooks.enter_context(module.register_forward_hook(partial(self._on_layer, v), with_kwargs=True))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def backward(self, losses: Tensor) -> Tensor:
         """c' of the examples with these ``losses``."""

@@ -102,7 +102,8 @@ class Cross:
         state.see(inner)
         if decided:
             try:
-                return _by_pass(point, v, state.way)
+                way = state.way
+                return point.run(Pass("cross term", lambda at, given: _computed(at, given, way).cross, v, lambda: way))
             except ChangedError:
                 if point.recording:
                     raise
@@ -305,11 +306,6 @@ def _with_motion(point: Point, v: Tree, radius: float, form: str) -> str:
         raise
     except (HyperkronError, RuntimeError):
         return ""
-
-
-def _by_pass(point: Point, v: Tree, way: Way) -> Tree:
-    """X(v) by the chosen way, as a pass that can be recorded."""
-    return point.run(Pass("cross term", lambda at, given: _computed(at, given, way).cross, v, key=lambda: way))
 
 
 def _computed(point: Point, v: Tree, way: Way) -> Weighted:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -74,13 +74,11 @@ def _refusing_lost_graphs(nodes: list[Node]) -> Iterator[None]:
         if graphs and not any(graphs) and any(g is not None and g.requires_grad for g in given):
             lost.append(name)
 
-    custom = [node for node in nodes if isinstance(node, torch.autograd.function.BackwardCFunction)]
-    handles = [node.register_hook(functools.partial(watch, node.name())) for node in custom]
-    try:
+    with ExitStack() as hooks:
+        for node in nodes:
+            if isinstance(node, torch.autograd.function.BackwardCFunction):
+                hooks.enter_context(node.register_hook(functools.partial(watch, node.name())))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
     if lost:
         raise UndifferentiableError(f"the backward pass of {lost[0].removesuffix('Backward')} records no graph")
 

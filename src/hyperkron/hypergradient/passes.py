@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hyperkron.batch_tensors import map_tensors
 from hyperkron.evaluation.passes import Pass, Passes
 from hyperkron.evaluation.point import Point
 from hyperkron.hypergradient.recordings import Recordings, Request
@@ -46,7 +47,7 @@ class _RecordedPass:
         found, checks = self.recording.replay()
         for value, error in checks:
             point.execution.check_finite(value.clone(), error)  # the next pass may overwrite the value
-        return _mapped(found, lambda x: x if id(x) in self.temporary else x.clone())
+        return map_tensors(lambda x: x if id(x) in self.temporary else x.clone(), found)
 
 
 class RecordedPasses(Recordings):
@@ -162,7 +163,7 @@ class RecordedPasses(Recordings):
                 pool=next((x.recording.pool for x in self._recorded.values()), None),
             )
         aliases: dict[int, Tensor] = {}  # one alias per tensor, even if it occurs twice
-        recording.outputs = _mapped(recording.outputs, lambda x: aliases.setdefault(id(x), alias_of(x.detach())()))
+        recording.outputs = map_tensors(lambda x: aliases.setdefault(id(x), alias_of(x.detach())()), recording.outputs)
         temporary = {id(x) for x in one.temporary(recording.outputs[0])}
         given = {name: alias() for name, alias in inputs.items()}
         return _RecordedPass(one.key(), given, recording, temporary, generator_copies)
@@ -182,17 +183,3 @@ def _shape(x: Tensor) -> Tensor:
 def _alike(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     """Whether two trees have the same names, shapes and dtypes."""
     return a.keys() == b.keys() and all(x.shape == b[name].shape and x.dtype == b[name].dtype for name, x in a.items())
-
-
-def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """``value`` with ``function`` applied to all tensors in its dictionaries, tuples, lists and dataclasses."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        return {name: _mapped(x, function) for name, x in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_mapped(x, function) for x in value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        parts = {f.name: _mapped(getattr(value, f.name), function) for f in dataclasses.fields(value)}
-        return dataclasses.replace(value, **parts)
-    return value

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +33,8 @@ from hyperkron.kernels.split_products import (
     subtract_gram,
     subtract_product,
 )
+
+S = TypeVar("S", bound="MatrixStack")
 
 LEAF = 256
 """Matrices up to this size are factorised by the library's batched Cholesky."""
@@ -52,8 +54,21 @@ def tf32_products(device: torch.device) -> bool:
     return device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
 
 
+class MatrixStack:
+    """A dataclass of tensors that have one entry for each matrix of a batch, or of other such objects."""
+
+    def part(self: S, begin: int, end: int) -> S:
+        """The matrices ``begin`` to ``end`` of the batch."""
+        pieces: list[Any] = list(vars(self).values())
+        return type(self)(*(x[begin:end] if isinstance(x, Tensor) else x.part(begin, end) for x in pieces))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its tensors, by name."""
+        return {name: x if isinstance(x, Tensor) else x.state_dict() for name, x in vars(self).items()}
+
+
 @dataclass(frozen=True)
-class Cholesky:
+class Cholesky(MatrixStack):
     """M = L Lᵀ by L itself (L, n, n), for the library's triangular solves."""
 
     factor: Tensor
@@ -72,16 +87,8 @@ class Cholesky:
         """M V."""
         return self.factor @ (self.factor.mT @ v)
 
-    def part(self, begin: int, end: int) -> Cholesky:
-        """The matrices ``begin`` to ``end`` of the batch."""
-        return Cholesky(self.factor[begin:end])
 
-    def state_dict(self) -> dict[str, Any]:
-        """Its tensors, by name."""
-        return {"factor": self.factor}
-
-
-class Halves(ABC):
+class Halves(MatrixStack, ABC):
     """M = L Lᵀ as something that applies L⁻¹, L⁻ᵀ, L and Lᵀ to V of shape (L, n, k).
 
     ``forward`` writes L⁻¹ V to ``out`` and ``backward`` writes L⁻ᵀ V; both overwrite V. So a solve alternates between
@@ -143,15 +150,6 @@ class Halves(ABC):
     @abstractmethod
     def _put_inverse(self, out: Tensor) -> None:
         """Write L⁻¹ to ``out``, which holds zeros."""
-
-    def part(self, begin: int, end: int) -> Halves:
-        """The matrices ``begin`` to ``end`` of the batch."""
-        pieces: list[Any] = list(vars(self).values())
-        return type(self)(*(x[begin:end] if isinstance(x, Tensor) else x.part(begin, end) for x in pieces))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Its tensors, by name."""
-        return {name: x if isinstance(x, Tensor) else x.state_dict() for name, x in vars(self).items()}
 
 
 @dataclass(frozen=True)

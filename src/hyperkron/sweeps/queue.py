@@ -20,6 +20,7 @@ from typing import Any
 
 from hyperkron.solution import HyperkronError
 from hyperkron.sweeps.space import Space, distributions
+from hyperkron.validation import need
 
 LOCK_SECONDS = 600
 """How long to wait for the lock, which is held for milliseconds."""
@@ -42,11 +43,7 @@ class TrialQueue:
         retries: int = 1,
         heartbeat: int = 9,
     ) -> None:
-        try:
-            import optuna
-        except ImportError as error:
-            raise HyperkronError(f"sweeps need optuna ({error}): pip install 'hyperkron[sweep]'.") from error
-        self.optuna: Any = optuna
+        self.optuna = need("optuna", "sweep", "sweeps")
         self._name, self._retries, self._heartbeat = study, retries, heartbeat
         self._space = None if space is None else distributions(space)
         self._url = storage if "://" in storage else f"sqlite:///{storage}"

@@ -50,9 +50,9 @@ class About:
 
     def differences(self, now: About) -> list[str]:
         """The differences to ``now``, one line each."""
-        lines = fingerprint.differences("model", self.model, now.model)
-        lines += fingerprint.differences("hyper", self.hyper, now.hyper)
-        lines += fingerprint.differences("config", self.config, now.config)
+        lines: list[str] = []
+        for part in ("model", "hyper", "config"):
+            lines += fingerprint.differences(part, getattr(self, part), getattr(now, part))
         if self.program is not None and now.program is not None:
             lines += fingerprint.differences("program", *comparable(self.program, now.program))
         if self.world_size != now.world_size:
@@ -120,19 +120,8 @@ def write(
 
 
 def _manifest(step: int, about: About, records: Mapping[str, Any]) -> bytes:
-    content = {
-        "format": FORMAT,
-        "step": step,
-        "world_size": about.world_size,
-        "versions": _versions(),
-        "files": dict(records),
-        "model": dict(about.model),
-        "hyper": dict(about.hyper),
-        "config": dict(about.config),
-    }
-    if about.program is not None:
-        content["program"] = dict(about.program)
-    return _sealed(content)
+    content = {"format": FORMAT, "step": step, "versions": _versions(), "files": dict(records)}
+    return _sealed(content | {name: value for name, value in vars(about).items() if value is not None})
 
 
 def _sealed(content: dict[str, Any]) -> bytes:

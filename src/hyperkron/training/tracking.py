@@ -5,26 +5,14 @@ Each is a callback that imports its package, an extra, when a run starts. A resu
 
 from __future__ import annotations
 
-import importlib
 from abc import abstractmethod
 from pathlib import Path
 from typing import Any
 
-from hyperkron.solution import HyperkronError
 from hyperkron.training.callback import Callback
 from hyperkron.training.history import Value, plain
 from hyperkron.training.run import Run
-from hyperkron.validation import check_whole
-
-
-def need(module: str, extra: str, who: str) -> Any:
-    """A module of an extra, or an error that says how to install it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise HyperkronError(
-            f"{who} needs {module.split('.')[0]}, which cannot be imported ({error}): pip install 'hyperkron[{extra}]'."
-        ) from error
+from hyperkron.validation import check_whole, need
 
 
 class Tracker(Callback):

@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 
 from hyperkron.cleaning.data import ReadOptions, read, read_pair
-from hyperkron.cleaning.data.files import need
 from hyperkron.solution import HyperkronError
+from hyperkron.validation import need
 
 GOOD = "text,label\ngood one,a\nbad one,b\n"
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from browsing import SUSPECTS, Opened, open_page
-from hyperkron.cleaning.alternatives import DESCRIPTIONS
+from hyperkron.cleaning.config import DESCRIPTIONS
 from hyperkron.cleaning.report import write_report
 from run_folder import picture, write_json, write_run_folder, write_suspects
 

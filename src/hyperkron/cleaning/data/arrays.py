@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hyperkron.cleaning.data.files import listing, need, np
+from hyperkron.cleaning.data.files import listing, np
 from hyperkron.cleaning.data.kept import Kept
 from hyperkron.cleaning.data.labelled import Place, Raw
 from hyperkron.cleaning.data.limits import Bounds, ReadOptions, read_bounded
@@ -24,6 +24,7 @@ from hyperkron.cleaning.data.values import Array, label_names
 from hyperkron.cleaning.data.votes import Ballot
 from hyperkron.solution import HyperkronError
 from hyperkron.training.writing import open_plain
+from hyperkron.validation import need
 
 _DTYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 

@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from hyperkron.cleaning.data.files import need
 from hyperkron.cleaning.data.kept import Kept
 from hyperkron.cleaning.data.labelled import Frame, Place
 from hyperkron.cleaning.data.limits import Bounds, ReadOptions
@@ -16,6 +15,7 @@ from hyperkron.cleaning.data.spreadsheets import refuse_repeated
 from hyperkron.cleaning.data.values import Values
 from hyperkron.solution import HyperkronError
 from hyperkron.training.writing import open_plain
+from hyperkron.validation import need
 
 
 def _table(path: Path, options: ReadOptions) -> Any:

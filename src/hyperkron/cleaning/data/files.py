@@ -1,36 +1,14 @@
-"""What every reader shares: optional packages, the wording of lists, and paths that exist and stay inside."""
+"""What every reader shares: numpy when it is needed, the wording of lists, and paths that exist and stay inside."""
 
 from __future__ import annotations
 
 import difflib
-import importlib
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from hyperkron.solution import HyperkronError
-
-
-def need(module: str, extra: str = "data") -> Any:
-    """An optional package, imported now; an error that names the extra where it is absent.
-
-    Example:
-        >>> need("no_such_package")
-        Traceback (most recent call last):
-        ...
-        hyperkron.solution.HyperkronError: the package no_such_package is needed here and cannot be imported (...):
-        pip install 'hyperkron[data]'
-    """
-    if (found := sys.modules.get(module)) is not None:
-        return found
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise HyperkronError(
-            f"the package {module.split('.')[0]} is needed here and cannot be imported ({error}): "
-            f"pip install 'hyperkron[{extra}]'"
-        ) from error
+from hyperkron.validation import need
 
 
 class _Lazy:

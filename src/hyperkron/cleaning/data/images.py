@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hyperkron.cleaning.data.files import inside, listing, need, np, several
+from hyperkron.cleaning.data.files import inside, listing, np, several
 from hyperkron.cleaning.data.limits import ReadOptions
 from hyperkron.cleaning.data.values import Array, is_missing
 from hyperkron.solution import HyperkronError
+from hyperkron.validation import need
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 """Of image files."""

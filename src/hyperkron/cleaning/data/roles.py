@@ -111,7 +111,7 @@ def infer_input(frame: Frame, found: Roles) -> Roles:
     free = [name for name in free if not gaps(frame.columns[name]).all()] or free
     texts = [name for name in free if _holds_prose(frame.columns[name])]
     named = _first_of(frame.name, free, TEXTS)
-    if named is not None and not _holds_numbers(frame.columns[named]):
+    if named is not None and any(as_number(value) is None for value in _sample(frame.columns[named])):
         return replace(found, text=named)
     if len(texts) == 1:
         return replace(found, text=texts[0])
@@ -127,10 +127,6 @@ def infer_input(frame: Frame, found: Roles) -> Roles:
 
 def _sample(values: Values) -> list[Any]:
     return [value for value in values[:: max(1, len(values) // _LOOK)] if not is_missing(value)]
-
-
-def _holds_numbers(values: Values) -> bool:
-    return all(as_number(value) is not None for value in _sample(values))
 
 
 def _holds_prose(values: Values) -> bool:

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hyperkron.cleaning.data.checks import header_note
-from hyperkron.cleaning.data.files import listing, need
+from hyperkron.cleaning.data.files import listing
 from hyperkron.cleaning.data.kept import FormulaCells, Kept, csv_line
 from hyperkron.cleaning.data.labelled import Frame, Place
 from hyperkron.cleaning.data.limits import Bounds, ReadOptions, charset_of, read_bounded, read_text
 from hyperkron.cleaning.data.values import Cells
 from hyperkron.solution import HyperkronError
+from hyperkron.validation import need
 
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 _CROWDED = 10  # times max_columns: marks in a line that is refused before it is split

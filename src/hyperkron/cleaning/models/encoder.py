@@ -214,14 +214,11 @@ class TextEncoder:
                 last: Tensor = self._model(input_ids=ids, attention_mask=mask).last_hidden_state
             return last
         first = encoder_layers(self._model)[-layers]
-        handle = first.register_forward_pre_hook(_stop, with_kwargs=True)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), first.register_forward_pre_hook(_stop, with_kwargs=True):
                 self._model(input_ids=ids, attention_mask=mask)
         except _Reached as reached:
             return reached.states
-        finally:
-            handle.remove()
         raise HyperkronError(f"encoder={self.name!r} does not run its layers in order; use layers=0.")
 
     def _tokens(self, texts: Sequence[str], max_length: int) -> list[list[int]]:

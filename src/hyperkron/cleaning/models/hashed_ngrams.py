@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hyperkron.cleaning.data.files import need
 from hyperkron.cleaning.models.encoder import EncoderUnavailable, TextEncoder, choose_encoder
 from hyperkron.solution import HyperkronError
+from hyperkron.validation import need
 
 HASHED = "hashed n-grams"
 """The name of the features that need no pretrained encoder."""

@@ -12,12 +12,12 @@ from shlex import quote
 from typing import Any
 
 from hyperkron.cleaning.choice import FEW_PER_CLASS, STABLE
-from hyperkron.cleaning.data.files import need
 from hyperkron.cleaning.explain import Explanation
 from hyperkron.cleaning.recorded import installed_version
 from hyperkron.cleaning.report import plots, wording
 from hyperkron.cleaning.report.folder import RunContents, Suspect, read_run
 from hyperkron.training.writing import in_words, remove_stale, whole_file
+from hyperkron.validation import need
 
 PAGE_SIZE = 50
 """Suspects on one page of the table."""

@@ -26,7 +26,7 @@ from hyperkron.curvature.kfac.half_inverses import (
     load_half_inverse,
     solve_both_sides,
 )
-from hyperkron.kernels.linalg import Factorization, Halves, gram, load_factorization
+from hyperkron.kernels.linalg import Factorization, Halves, MatrixStack, gram, load_factorization
 from hyperkron.kernels.split_products import MIN_SIZE, full_precision, half_product, product, subtract_product
 from hyperkron.trees import HALF_TYPES
 
@@ -106,7 +106,7 @@ def add_to(sums: dict[str, Any], name: str, value: Factor) -> None:
 
 
 @dataclass(frozen=True)
-class Primal:
+class Primal(MatrixStack):
     """(M + δI)⁻¹ of dense factors, (L, d, d).
 
     The system may be padded with an identity; V may be padded with zeros.
@@ -128,13 +128,6 @@ class Primal:
         """(M + δI) V."""
         return self.system.times(_longer(v, self.size))[:, : v.shape[1]]
 
-    def part(self, begin: int, end: int) -> Primal:
-        """The factors ``begin`` to ``end`` of the stack."""
-        return Primal(self.system.part(begin, end))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"system": self.system.state_dict()}
-
 
 def _longer(v: Tensor, rows: int) -> Tensor:
     """V of shape (L, d, k), padded with zeros to this many rows."""
@@ -142,7 +135,7 @@ def _longer(v: Tensor, rows: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Dual:
+class Dual(MatrixStack):
     """(XᵀX + δI)⁻¹, stored as the rows X (L, R, d), the inverse of XXᵀ + δI, and δ (L,).
 
     Products run in full precision, because the result along the rows is a small difference of large numbers.
@@ -167,10 +160,6 @@ class Dual:
     def times(self, v: Tensor) -> Tensor:
         """(XᵀX + δI) V."""
         return self.rows.mT @ (self.rows @ v) + self.shift[:, None, None] * v
-
-    def part(self, begin: int, end: int) -> Dual:
-        """The factors ``begin`` to ``end`` of the stack."""
-        return Dual(self.rows[begin:end], self.kernel.part(begin, end), self.shift[begin:end])
 
     def state_dict(self) -> dict[str, Any]:
         return {"rows": self.rows, "shift": self.shift, **self.kernel.state_dict()}

@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hyperkron.kernels.linalg import Halves
+from hyperkron.kernels.linalg import Halves, MatrixStack
 from hyperkron.kernels.split_products import (
     PIECE,
     add_half_product,
@@ -55,7 +55,7 @@ MIN_ROWS = 64
 
 
 @dataclass(frozen=True)
-class HalfInverse(ABC):
+class HalfInverse(MatrixStack, ABC):
     """(M + δI)⁻¹ of a stack of L factors."""
 
     shift: Tensor
@@ -73,14 +73,6 @@ class HalfInverse(ABC):
     @abstractmethod
     def times(self, v: Tensor) -> Tensor:
         """(M + δI) V for V in float32."""
-
-    @abstractmethod
-    def part(self, begin: int, end: int) -> HalfInverse:
-        """The factors ``begin`` to ``end`` of the stack."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Its tensors, by name."""
-        return dict(vars(self))
 
     def solve(self, v: Tensor, overwrite: bool = False) -> Tensor:
         """(M + δI)⁻¹ V for V of shape (L, d, k) in float32."""
@@ -123,9 +115,6 @@ class HalfPrimal(HalfInverse):
         half = torch.linalg.solve_triangular(t.mT, longer * self.shift[:, None, None], upper=True)
         return torch.linalg.solve_triangular(t, half, upper=False)[:, : v.shape[1]]
 
-    def part(self, begin: int, end: int) -> HalfPrimal:
-        return HalfPrimal(self.shift[begin:end], self.triangle[begin:end])
-
 
 @dataclass(frozen=True)
 class HalfDual(HalfInverse):
@@ -166,9 +155,6 @@ class HalfDual(HalfInverse):
         rest = torch.eye(w.shape[1], dtype=w.dtype, device=w.device) - w @ w.mT
         found = wide + w.mT @ torch.linalg.solve(rest, w @ wide)
         return (found * self.shift[:, None, None]).to(v.dtype)
-
-    def part(self, begin: int, end: int) -> HalfDual:
-        return HalfDual(self.shift[begin:end], self.pair[begin:end])
 
 
 @dataclass(frozen=True)
@@ -228,11 +214,6 @@ class HalfRows(HalfInverse):
     def times(self, v: Tensor) -> Tensor:
         shift, rows = self.shift[:, None, None], self.rows.float()
         return shift * (v + self.gain[:, None, None] * (GAIN / 2.0**NORM) * (rows.mT @ (rows @ v)))
-
-    def part(self, begin: int, end: int) -> HalfRows:
-        return HalfRows(
-            self.shift[begin:end], self.rows[begin:end], self.high[begin:end], self.low[begin:end], self.gain[begin:end]
-        )
 
 
 def load_half_inverse(state: dict[str, Any]) -> HalfInverse:

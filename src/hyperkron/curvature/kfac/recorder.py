@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -87,15 +87,11 @@ class Recorder:
         """Inside the block, every covered module has its hook; hooks are removed also after an error."""
         hooks = [(module, partial(self._on_block, self.plan.blocks[name])) for module, name in self.plan.feeds]
         hooks += [(module, partial(self._on_diagonal, names)) for module, names in self.plan.diagonal]
-        handles = []
-        try:
+        with ExitStack() as stack:
+            stack.callback(self.inputs.forget)
             for module, hook in hooks:
-                handles.append(module.register_forward_hook(hook, with_kwargs=True, prepend=True))
+                stack.enter_context(module.register_forward_hook(hook, with_kwargs=True, prepend=True))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            self.inputs.forget()
 
     def _on_block(self, block: Block, module: nn.Module, given: tuple[Any, ...], named: Any, output: Tensor) -> Tensor:
         self.called.update(block.names)

@@ -239,8 +239,9 @@ class KroneckerOperator(Invertible):
         used_once: bool = False,
     ) -> None:
         """The first use of the inverses waits for ``refresh``; with ``used_once`` the solve frees them."""
-        self._blocks, self._state, self._refresh, self._used_once = blocks, state, refresh, used_once
+        self._blocks, self._state, self._used_once = blocks, state, used_once
         self._damping, self._uncovered_damping, self.products = damping, 0.0, 0
+        self._refresh: Pending[None] | None = refresh or Pending.ready(None)
         if refresh is None:
             self._settle()
 
@@ -250,10 +251,11 @@ class KroneckerOperator(Invertible):
         return self
 
     def _settle(self) -> None:
-        """Wait for a pending refresh, and take its inverses."""
-        if self._refresh is not None:
-            refresh, self._refresh = self._refresh, None
-            refresh.wait()
+        """Wait for a pending refresh, and take its inverses; does nothing once they are taken."""
+        if self._refresh is None:
+            return
+        refresh, self._refresh = self._refresh, None
+        refresh.wait()
         assert self._state.inverses is not None
         self.blocks = {name: self._blocks[name] for name in self._state.reached}
         self.inverses, self.diagonal = self._state.inverses, self._state.diagonal
@@ -267,14 +269,12 @@ class KroneckerOperator(Invertible):
             del self.inverses, self.diagonal, self.scales
 
     def matvec(self, v: Tree) -> Tree:
-        if self._refresh is not None:
-            self._settle()
+        self._settle()
         self.products += 1
         return self._apply(v, self.inverses.matvec, torch.mul, torch._foreach_mul)
 
     def matvec_stacked(self, v: Tree) -> Tree:
-        if self._refresh is not None:
-            self._settle()
+        self._settle()
         if not self._vectorizes:
             return super().matvec_stacked(v)
         self.products += len(next(iter(v.values())))
@@ -291,8 +291,7 @@ class KroneckerOperator(Invertible):
         return self._apply_stacked(b, self.inverses.solve, torch.div) if self._vectorizes else super().solve_stacked(b)
 
     def eigenbases(self) -> dict[str, Eigenbasis]:
-        if self._refresh is not None:
-            self._settle()
+        self._settle()
         if self._state.owners is not None or self.scales or not isinstance(self.inverses, EigenInverses):
             return {}
         complete = {name: block for name, block in self.inverses.blocks.items() if block.outside is None}
@@ -326,8 +325,7 @@ class KroneckerOperator(Invertible):
         """Before a solve: warn if few parameters are covered, and wait for a pending refresh."""
         if not self._uncovered_damping and self._state.coverage is not None:  # not for a preconditioner
             self._state.coverage.warn()
-        if self._refresh is not None:
-            self._settle()
+        self._settle()
 
     def _apply(
         self,
