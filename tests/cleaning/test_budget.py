@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,6 +92,36 @@ def test_trees_count_and_the_most_expensive_alternative_goes_first(
         clean(data.train, data.trusted, config=config, progress=watch, out=tmp_path / "run", sharing=Sharing(2))
     assert budget.ONE_PROCESS in watch.messages
     assert told == [f"'{name}' is left out of the comparison" for name in ("boosted", "boosted", "forest")]
+
+
+def test_long_training_is_shortened_to_a_tenth_once_nothing_is_left_to_leave_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """First to a third, with all alternatives; then without them; then to a fifth and a tenth."""
+    data, watch, kept = blobs(rows=60), Watch(), list[dict[str, Any]]()
+    monkeypatch.setattr(budget, "seconds_per_step", lambda work: 1.0)
+    monkeypatch.setattr(budget, "time", SimpleNamespace(perf_counter=lambda: 0.0))
+    within = budget.within
+
+    class Stop(Exception):
+        pass
+
+    def planned(work: Any, names: list[str], test: bool, left: float) -> Any:
+        shares = (1.0, 1 / 3, 1 / 3, 0.2, 0.1, 0.01)
+        for share, asked in zip(shares, (names, names, [], [], [], []), strict=True):
+            plan = replace(work.plan, epochs=share * work.plan.epochs, least=max(60, round(work.plan.least * share)))
+            kept.append(within(work, names, test, float(budget.steps_of(work, plan, asked, test))))
+        raise Stop
+
+    monkeypatch.setattr("hyperkron.cleaning.run.within", planned)
+    config = CleanConfig(epochs=1000, compare=("noisy", "trusted"), budget=1e6)
+    monkeypatch.setattr(trees, "installed", lambda: False)
+    with pytest.raises(Stop):
+        clean(data.train, data.trusted, config=config, progress=watch)
+    assert [x["epochs"] for x in kept] == pytest.approx([1000, 1000 / 3, 1000 / 3, 200, 100, 100])
+    assert [len(x["compare"]) for x in kept] == [2, 2, 0, 0, 0, 0]
+    assert [any("still take" in m for m in x["messages"]) for x in kept] == [False] * 5 + [True]
+    assert "Training is shortened to 200.0 epochs" in kept[3]["messages"][0]
 
 
 def test_a_budget_that_is_too_short_for_trees_leaves_them_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

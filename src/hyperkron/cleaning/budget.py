@@ -23,7 +23,9 @@ MEASURED_PART = 10
 LITTLE = 0.1
 """Of the time left: trees that take no more are not given up."""
 SHARES = (1.0, 0.75, 0.5, 1 / 3)
-"""Of the epochs, to which training is shortened."""
+"""Of the epochs, to which training is shortened before alternatives are left out."""
+FURTHER = (0.2, 0.1)
+"""Of the epochs, to which it is shortened after that; but to no less than one epoch, and to no fewer steps."""
 ONE_PROCESS = "The budget is planned as if there were one process; with several the run may take less time."
 """What is said where several processes share the work."""
 
@@ -132,7 +134,8 @@ def within(work: Work, names: list[str], test: bool, seconds: float) -> dict[str
     whether these are among the experts and may be delivered, and ``messages`` what was given up.
 
     Where networks without any alternative would take too long with the trees of the method, those are given up. Then
-    training is shortened, to a third of its epochs at most; then alternatives are left out, most expensive first.
+    training is shortened, to a third of its epochs at most; then alternatives are left out, most expensive first; then
+    training of many rows is shortened further.
     """
     fits, begin = tree_fits(work, names, test), time.perf_counter()
     measured = seconds_per_fit(work, {kind for kind, _ in fits})
@@ -154,13 +157,18 @@ def within(work: Work, names: list[str], test: bool, seconds: float) -> dict[str
         names = [name for name in names if name not in TREES]  # which need the forest that is an expert
         messages.append(f"Networks alone are trained, without trees, {why} Accuracy may be lower.")
     plan = next((plan for plan in plans if expected(plan, names) <= seconds), plans[-1])
-    if plan.epochs < work.plan.epochs:
-        messages.append(f"Training is shortened to {plan.epochs:.1f} epochs {why}")
     alone = {name: expected(plan, [name]) for name in names if name in ALTERNATIVES}
+    left_out = list[str]()
     for name in sorted(alone, key=lambda name: (-alone[name], -ALTERNATIVES.index(name))):
         if expected(plan, names) > seconds:
             names.remove(name)
-            messages.append(f"'{name}' is left out of the comparison {why}")
+            left_out.append(f"'{name}' is left out of the comparison {why}")
+    for share in FURTHER:
+        if expected(plan, names) > seconds:
+            plan = replace(plan, epochs=min(plan.epochs, max(1.0, share * work.plan.epochs)))
+    if plan.epochs < work.plan.epochs:
+        messages.append(f"Training is shortened to {plan.epochs:.1f} epochs {why}")
+    messages += left_out
     if (still := expected(plan, names)) > seconds:
         messages.append(f"This will still take about {still:.0f} s, more than the {seconds:.0f} s left of the budget.")
     kept = {"epochs": plan.epochs, "least": plan.least, "compare": names}
