@@ -342,6 +342,17 @@ def test_a_difference_of_one_seed_must_be_more_than_three_points() -> None:
     assert unlearnable_page.verdict(result(near, seeds=3)).verdict is Verdict.REPRODUCED
 
 
+def test_attacks_of_the_printed_length_are_judged_once_all_methods_have_them() -> None:
+    short, long = result({**AS_PRINTED, "AID-KFAC": 80.0}), result(AS_PRINTED)
+    bilevel = ("AID-KFAC", "AID-CG", "BOME", "stocBiO")
+    for name in bilevel:
+        assert unlearnable_page.verdict(short).verdict is Verdict.FAILED
+        short.figures["lines"][unlearnable_page.line(25, name, "long")] = long.figures["lines"][f"25 {name} own"]
+    assert unlearnable_page.verdict(short).verdict is Verdict.REPRODUCED
+    assert unlearnable_page.cell(short, "AID-KFAC", "CNN") == unlearnable_page.cell(long, "AID-KFAC", "CNN")
+    assert unlearnable_page.judged_arm(short, "EM") == "own"
+
+
 def test_no_verdict_where_a_comparison_is_missing() -> None:
     found = unlearnable_page.verdict(result({name: x for name, x in AS_PRINTED.items() if name != "stocBiO"}))
     assert found.verdict is Verdict.REFUSED and "2 of 6 comparisons have not been run" in found.because

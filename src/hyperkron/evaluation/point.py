@@ -132,9 +132,9 @@ class Point:
             raise independent("inner")
         return loss
 
-    def outer(self, *, differentiable: bool = False) -> Loss:
+    def outer(self) -> Loss:
         """J_out at this point."""
-        return self.evaluate("outer", self.outer_batch, differentiable=differentiable)
+        return self.evaluate("outer", self.outer_batch)
 
     def evaluate(
         self,
