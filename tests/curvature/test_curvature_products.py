@@ -217,13 +217,14 @@ def test_ggn_refuses_a_plain_scalar() -> None:
     assert oracles.relative(result.grads, oracles.implicit(case, case.hessian(), damping=0.1)) < 1e-8
 
 
-def test_adam_diagonal_is_the_derivative_of_the_step() -> None:
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_adam_diagonal_is_the_derivative_of_the_step(amsgrad: bool) -> None:
     """D = ∂(m/√s)/∂g for each number, by autograd through Adam's moments."""
     model = nn.Linear(3, 2).to(DOUBLE)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, betas=(0.8, 0.9), eps=1e-300)
-    for _ in range(3):
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, betas=(0.8, 0.9), eps=1e-300, amsgrad=amsgrad)
+    for size in (1.0, 1.0, 0.3):  # with the last gradient some s grow and some fall
         optimizer.zero_grad()
-        model(torch.randn(4, 3, dtype=DOUBLE)).square().sum().backward()
+        model(size * torch.randn(4, 3, dtype=DOUBLE)).square().sum().backward()
         before = {p: {k: v.clone() for k, v in optimizer.state[p].items()} for p in model.parameters()}
         optimizer.step()
     case = make(model, (3,))
@@ -236,6 +237,7 @@ def test_adam_diagonal_is_the_derivative_of_the_step() -> None:
         g = p.grad.clone().requires_grad_()  # type: ignore[union-attr]
         m = 0.8 * before[p]["exp_avg"] + 0.2 * g
         s = 0.9 * before[p]["exp_avg_sq"] + 0.1 * g.square()
+        s = torch.maximum(s, before[p]["max_exp_avg_sq"]) if amsgrad else s
         (slope,) = torch.autograd.grad((m / s.sqrt()).sum(), g)
         assert oracles.relative(v[name], 0.1 * slope) < 1e-10
         assert oracles.relative(back[name], b[name]) < 1e-12
