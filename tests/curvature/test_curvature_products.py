@@ -247,6 +247,21 @@ def test_adam_diagonal_is_the_derivative_of_the_step(amsgrad: bool) -> None:
     assert all(math.isclose(float(x.min()), 0.1) and math.isclose(float(x.max()), 0.1) for x in v.values())
 
 
+def test_a_penalty_and_its_transpose_are_two_penalties() -> None:
+    """The coefficients of a tied pair, α of W and αᵀ of the other, lie in one memory."""
+    case = make(nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)), (3,))
+    alpha, curvature = torch.rand(3, 3, dtype=DOUBLE), hk.curvature.GGN()
+
+    def inner(model: Any, hyper: nn.Module, batch: Any) -> hk.losses.Loss:
+        return case.inner(model, hyper, batch) + hk.losses.l2(model, [alpha, alpha.T])
+
+    with case.point() as point:
+        bare = oracles.dense(curvature.operator(point, curvature.init()).matvec, case.params)
+    with Point(hk.BilevelProblem(inner, case.outer), *case.arguments[1:]) as point:
+        found = oracles.dense(curvature.operator(point, curvature.init()).matvec, case.params)
+    assert oracles.relative(found, bare + 2 * torch.cat([alpha.flatten(), alpha.T.flatten()]).diag()) < 1e-12
+
+
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
