@@ -79,11 +79,26 @@ def structure(point: Point, loss: Loss) -> str:
 
 
 def with_motion(point: Point, v: Tree, radius: float, form: str) -> str:
-    """``form``, with ``m`` added if weights move with θ, as functions of θ with stopped gradients do."""
+    """``form``, with ``m`` added if weights move with θ, as functions of θ with stopped gradients do.
+
+    Their derivatives in λ count too: a network whose last layer is zero gives every example the same weight, but the
+    derivative in that layer depends on its inputs.
+    """
     up, down = sides(point, v, step_of(v, radius), False, partial(Read.of, form, point))
     pairs = [*zip(up.weights, down.weights, strict=True), *((up.decays[n], down.decays[n]) for n in up.decays)]
-    still = point.problem.group.all(all(torch.equal(a, b) for a, b in pairs))
-    return form if still else f"{form}m"
+    same = all(torch.equal(a, b) for a, b in pairs)
+    slopes = [_slopes(point, read) for read in (up, down)]
+    gap, size = trees.norm(trees.add(*slopes, alpha=-1.0)), trees.norm(slopes[0])
+    still = same and float(gap) <= 10 * torch.finfo(size.dtype).eps * float(size)
+    return form if point.problem.group.all(still) else f"{form}m"
+
+
+def _slopes(point: Point, read: Read) -> Tree:
+    """The derivative in λ of the weights, summed over rows and parameters with fixed random factors."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [*read.weights, *read.decays.values()]
+    parts = [(w * torch.randn(w.shape, generator=generator).to(w)).sum() for w in weights]
+    return gradient_tree(sum(parts[1:], parts[0]), point.hypers)
 
 
 def difference(point: Point, v: Tree, radius: float, form: str, full: bool = False) -> Weighted:
