@@ -308,8 +308,15 @@ def _with_motion(point: Point, v: Tree, radius: float, form: str) -> str:
 
 
 def _by_pass(point: Point, v: Tree, way: Way) -> Tree:
-    """X(v) by the chosen way, as a pass that can be recorded."""
-    return point.run(Pass("cross term", lambda at, given: _computed(at, given, way).cross, v, key=lambda: way))
+    """X(v) by the chosen way, as a pass that can be recorded; a :class:`ChangedError` if weights begin to move."""
+
+    def work(at: Point, given: Tree) -> Tree:
+        found = _computed(at, given, way)
+        if found.moved:
+            raise ChangedError("the weights of the inner loss move with θ, which they did not when it was decided")
+        return found.cross
+
+    return point.run(Pass("cross term", work, v, key=lambda: way))
 
 
 def _computed(point: Point, v: Tree, way: Way) -> Weighted:
