@@ -149,6 +149,11 @@ class LevelOptimizer:
                 f"{level}_optimizer does not hold {missing[0]} (and {len(missing) - 1} others); give it all "
                 "trainable parameters of this level, or freeze those with requires_grad_(False)."
             )
+        if any(group.get("maximize") for group in self.optimizer.param_groups):
+            raise HyperkronError(
+                f"{level}_optimizer has maximize=True, but both levels minimise; return the negative of the loss from "
+                f"{level}, with maximize=False."
+            )
         if isinstance(project, type):
             raise HyperkronError(f"projection={project.__name__} is a class; pass an instance, {project.__name__}(…).")
         self._project()
@@ -281,13 +286,14 @@ class LevelOptimizer:
         elif metric is not None:
             self.scheduler.step(metric)
 
-    def twin(self) -> LevelOptimizer:
+    def twin(self, *, memory: bool = False) -> LevelOptimizer:
         """A copy of the parameters with a fresh optimizer of the same kind and settings.
 
-        Methods that follow a second point of the inner problem (F2SA's z, BOME's θ̂) move it this way.
+        Methods that follow a second point of the inner problem (F2SA's z, BOME's θ̂) move it this way. With ``memory``
+        the optimizer begins with a copy of this one's state (moments, counted steps), as PZOBO's runs do.
         """
-        copies: Tree = {name: nn.Parameter(p.detach().clone()) for name, p in self.params.items()}
-        of = {id(p): copies[name] for name, p in self.params.items()}
+        points: Tree = {name: nn.Parameter(p.detach().clone()) for name, p in self.params.items()}
+        of = {id(p): points[name] for name, p in self.params.items()}
         groups = [
             {**group, "params": [of[id(p)] for p in group["params"] if id(p) in of]}
             for group in self.optimizer.param_groups
@@ -295,7 +301,9 @@ class LevelOptimizer:
         known = inspect.signature(type(self.optimizer)).parameters
         settings = {key: value for key, value in self.optimizer.defaults.items() if key in known}
         optimizer = type(self.optimizer)(groups, **settings)
-        made = LevelOptimizer(copies, Updates(optimizer, clip=self.clip), Rate(0.0))
+        if memory:
+            optimizer.state.update({of[id(p)]: copies(self.optimizer.state.get(p, {})) for p in self.params.values()})
+        made = LevelOptimizer(points, Updates(optimizer, clip=self.clip), Rate(0.0))
         made._plain = self._plain
         return made
 

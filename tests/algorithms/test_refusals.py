@@ -102,6 +102,20 @@ def test_an_optimizer_that_would_move_the_other_level_is_refused(level: str) -> 
         hk.InnerLoop(problem.problem(), model, hyper, optimizer)
 
 
+@pytest.mark.parametrize("level", ["inner", "outer"])
+def test_an_optimizer_that_maximises_is_refused(level: str) -> None:
+    """Its θ or λ would climb, while curvatures, penalties and SAMA's diagonal suppose that they descend."""
+    problem = Quadratic()
+    model, hyper = problem.modules()
+    module = {"inner": model, "outer": hyper}[level]
+    optimizer = torch.optim.Adam(module.parameters(), maximize=True)
+    with pytest.raises(hk.HyperkronError, match=f"{level}_optimizer has maximize=True.*negative of the loss"):
+        hk.algorithms.aid_cg().init(problem.problem(), model, hyper, **{level: optimizer})
+    if level == "inner":
+        with pytest.raises(hk.HyperkronError, match=r"optimizer has maximize=True.*negative of the loss"):
+            hk.sama(optimizer).compute(problem.problem(), model, hyper, *problem.data())
+
+
 def test_parameters_of_neither_level_may_be_in_an_optimizer() -> None:
     problem = Quadratic()
     model, hyper = problem.modules()

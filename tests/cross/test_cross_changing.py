@@ -132,3 +132,23 @@ def test_a_model_that_is_switched_between_two_calls_is_decided_for_again(
     found = method.compute(problem, model, hyper, None, None).grads
     wanted = hk.identity(cross="reverse").compute(problem, model, hyper, None, None).grads
     assert oracles.relative(found, wanted) < 1e-12
+
+
+@pytest.mark.parametrize("build", [hk.identity, hk.sama], ids=["auto", "sama"])
+def test_weights_that_begin_to_move_with_theta_are_noticed(build: Any) -> None:
+    """The first batches have weights of their own, later ones weights of their detached losses."""
+    hyper = nn.ModuleDict({"net": hk.MetaWeightNet(6), "own": hk.SampleWeights(5, "sigmoid")}).double()
+
+    def inner(model: nn.Module, hyper: Any, batch: Any) -> hk.losses.Loss:
+        output = model(X)
+        seen = hk.losses.cross_entropy(output, Y).per_example
+        weight = hyper["own"](torch.arange(5))
+        return hk.losses.cross_entropy(output, Y, weight=weight * hyper["net"](seen) if batch else weight)
+
+    torch.manual_seed(0)
+    problem, model = hk.BilevelProblem(inner, lambda m, h, b: hk.losses.cross_entropy(m(X), Y.flip(0))), mlp(3, 4, 3)
+    method = build()
+    method.compute(problem, model, hyper, False, None)
+    found, wanted = (one.compute(problem, model, hyper, True, None).grads for one in (method, build()))
+    assert oracles.relative(found, wanted) < 1e-12
+    assert method.state.cross.weights == "wm"

@@ -114,10 +114,13 @@ def test_auto_is_right_with_every_method(inner: Any, method: str) -> None:
     assert oracles.relative(found.grads, wanted.grads) < 1e-6
 
 
+@pytest.mark.parametrize("equal", [False, True])
 @pytest.mark.parametrize("inner", INNERS)
-def test_sama_is_right_up_to_its_radius(inner: Any) -> None:
+def test_sama_is_right_up_to_its_radius(inner: Any, equal: bool) -> None:
+    """Also where all weights are equal at first: with a last layer of zeros only their derivatives in λ move with θ."""
     problem, model, net = hk.BilevelProblem(inner, outer), mlp(3, 4, 3), meta_net()
     net.net[1] = nn.Tanh()  # type: ignore[operator, union-attr]
+    nn.init.zeros_(net.net[2].weight) if equal else None  # type: ignore[index, union-attr, arg-type]
     wanted = hk.identity(cross="reverse").compute(problem, model, net, None, None).grads
     gaps = [
         oracles.relative(hk.sama(alpha=alpha).compute(problem, model, net, None, None).grads, wanted)

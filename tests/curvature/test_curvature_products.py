@@ -217,13 +217,14 @@ def test_ggn_refuses_a_plain_scalar() -> None:
     assert oracles.relative(result.grads, oracles.implicit(case, case.hessian(), damping=0.1)) < 1e-8
 
 
-def test_adam_diagonal_is_the_derivative_of_the_step() -> None:
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_adam_diagonal_is_the_derivative_of_the_step(amsgrad: bool) -> None:
     """D = ∂(m/√s)/∂g for each number, by autograd through Adam's moments."""
     model = nn.Linear(3, 2).to(DOUBLE)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, betas=(0.8, 0.9), eps=1e-300)
-    for _ in range(3):
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, betas=(0.8, 0.9), eps=1e-300, amsgrad=amsgrad)
+    for size in (1.0, 1.0, 0.3):  # with the last gradient some s grow and some fall
         optimizer.zero_grad()
-        model(torch.randn(4, 3, dtype=DOUBLE)).square().sum().backward()
+        model(size * torch.randn(4, 3, dtype=DOUBLE)).square().sum().backward()
         before = {p: {k: v.clone() for k, v in optimizer.state[p].items()} for p in model.parameters()}
         optimizer.step()
     case = make(model, (3,))
@@ -236,6 +237,7 @@ def test_adam_diagonal_is_the_derivative_of_the_step() -> None:
         g = p.grad.clone().requires_grad_()  # type: ignore[union-attr]
         m = 0.8 * before[p]["exp_avg"] + 0.2 * g
         s = 0.9 * before[p]["exp_avg_sq"] + 0.1 * g.square()
+        s = torch.maximum(s, before[p]["max_exp_avg_sq"]) if amsgrad else s
         (slope,) = torch.autograd.grad((m / s.sqrt()).sum(), g)
         assert oracles.relative(v[name], 0.1 * slope) < 1e-10
         assert oracles.relative(back[name], b[name]) < 1e-12
@@ -243,6 +245,21 @@ def test_adam_diagonal_is_the_derivative_of_the_step() -> None:
     with case.point() as point:
         v = sgd.operator(point, sgd.init()).solve(b)
     assert all(math.isclose(float(x.min()), 0.1) and math.isclose(float(x.max()), 0.1) for x in v.values())
+
+
+def test_a_penalty_and_its_transpose_are_two_penalties() -> None:
+    """The coefficients of a tied pair, α of W and αᵀ of the other, lie in one memory."""
+    case = make(nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)), (3,))
+    alpha, curvature = torch.rand(3, 3, dtype=DOUBLE), hk.curvature.GGN()
+
+    def inner(model: Any, hyper: nn.Module, batch: Any) -> hk.losses.Loss:
+        return case.inner(model, hyper, batch) + hk.losses.l2(model, [alpha, alpha.T])
+
+    with case.point() as point:
+        bare = oracles.dense(curvature.operator(point, curvature.init()).matvec, case.params)
+    with Point(hk.BilevelProblem(inner, case.outer), *case.arguments[1:]) as point:
+        found = oracles.dense(curvature.operator(point, curvature.init()).matvec, case.params)
+    assert oracles.relative(found, bare + 2 * torch.cat([alpha.flatten(), alpha.T.flatten()]).diag()) < 1e-12
 
 
 @pytest.mark.parametrize(

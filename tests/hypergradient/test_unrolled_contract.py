@@ -220,6 +220,19 @@ def test_missing_dependence_is_named(bad_inner: Any, bad_outer: Any, message: st
     assert fingerprint(model, hyper) == before
 
 
+@pytest.mark.parametrize("level", ["inner", "outer"])
+@pytest.mark.parametrize("method", [unrolled(3), one_step(0.1)], ids=["unrolled", "one step"])
+def test_parameters_that_would_not_follow_the_steps_are_refused(level: str, method: Unrolled) -> None:
+    """A list of parameters made before the call has θ⁰ at every step, so that its part would be wrong."""
+    model, hyper, inner_batch, outer_batch = make()
+    kept = list(model.parameters())
+    functions: dict[str, Any] = {"inner": inner, "outer": outer}
+    function = functions[level]
+    functions[level] = lambda m, h, b: function(m, h, b) + 0.1 * sum(p.square().sum() for p in kept)
+    with pytest.raises(HyperkronError, match=rf"{level} uses .*kept from before.*model.parameters\(\)"):
+        method.compute(BilevelProblem(**functions), model, hyper, inner_batch, outer_batch)
+
+
 def test_non_finite_values_are_named_with_their_step() -> None:
     model, hyper, inner_batch, outer_batch = make()
     poisoned = (inner_batch[0].clone().fill_(torch.nan), inner_batch[1])

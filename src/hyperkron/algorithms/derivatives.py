@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hyperkron import cross, trees
 from hyperkron.algorithms.base import State, StepReport
@@ -78,14 +78,18 @@ def elsewhere(state: State, theta: Tree, hyper: Tree) -> Iterator[None]:
 
 
 @contextmanager
-def _kept_buffers(model: nn.Module) -> Iterator[None]:
-    kept = [(b, b.detach().clone()) for b in model.buffers()]
+def kept_buffers(state: State) -> Iterator[None]:
+    """After the block the buffers of model and hyper are what they were: the same tensors with the same values."""
+    own = [(m, m._buffers.copy()) for m in (*state.model.modules(), *state.hyper.modules())]
+    kept = [(b, b.detach().clone()) for _, buffers in own for b in buffers.values() if b is not None]
     try:
         yield
     finally:
         with torch.no_grad():
             for b, value in kept:
                 b.copy_(value)
+        for module, buffers in own:
+            module._buffers.update(buffers)
 
 
 def gradients(
@@ -99,14 +103,15 @@ def gradients(
 ) -> Gradients:
     """Value, ∂θ and (with ``hyper``) ∂λ of J_in or J_out at (θ, λ), or with ``theta`` in place of θ.
 
-    ``live`` is a real training step of θ, which advances buffers.
+    ``live`` is a real training step of θ, which advances buffers. Gradients are dense, also those of embeddings with
+    ``sparse=True``, because algorithms add and multiply them.
     """
     function = state.problem.inner if level == "inner" else state.problem.outer
     wanted = [*state.params.values(), *(state.hypers.values() if hyper else ())]
     kind, own_step = wanted[0].device.type, live and level == "inner"
     with (
         nullcontext() if theta is None else placed(state.params, theta),
-        nullcontext() if live else _kept_buffers(state.model),
+        nullcontext() if live else kept_buffers(state),
         torch.enable_grad(),
         differentiable_checkpoints(),
         torch.autocast(kind, state.inner.autocast) if own_step and state.inner.autocast else nullcontext(),
@@ -121,9 +126,13 @@ def gradients(
         found = torch.autograd.grad(value, wanted, allow_unused=True)
         if scaler is not None:
             found = tuple(g if g is None else g / scaler.get_scale() for g in found)
-    filled = [torch.zeros_like(p) if g is None else g for p, g in zip(wanted, found, strict=True)]
+    filled = [torch.zeros_like(p) if g is None else _dense(g) for p, g in zip(wanted, found, strict=True)]
     by_hyper = dict(zip(state.hypers, filled[len(state.params) :], strict=True)) if hyper else {}
     return Gradients(loss.value.detach(), dict(zip(state.params, filled, strict=False)), by_hyper)
+
+
+def _dense(g: Tensor) -> Tensor:
+    return g.to_dense() if g.is_sparse else g
 
 
 def descend(state: State, batches: BatchSources, steps: int) -> Tensor | None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from hyperkron import trees
 from hyperkron.algorithms import derivatives
 from hyperkron.algorithms.base import Algorithm, Count, Positive, State, StepReport
 from hyperkron.batches import BatchSources
+from hyperkron.solution import HyperkronError
 from hyperkron.trees import Tree
 
 
@@ -19,8 +22,8 @@ class PZOBO(Algorithm):
         θ_T(λ): T inner steps from θ ;      u_q ~ N(0, I), q ≤ Q
         λ ← λ − γ [ ∂_λ f + (1/Q) Σ_q u_q ⟨(θ_T(λ + µu_q) − θ_T(λ))/µ, ∂_θ f⟩ ] ;      θ ← θ_T(λ)
 
-    All runs use the same batches and start from the same θ. λ + µu may leave the set that λ is projected onto: g must
-    be defined within about 3µ of it.
+    All runs use the same batches and random numbers, and start from the same θ and the same state of the optimizer.
+    λ + µu may leave the set that λ is projected onto: g must be defined within about 3µ of it.
 
     Reference: Sow, Ji & Liang, "On the convergence theory for Hessian-free bilevel algorithms" (NeurIPS 2022).
 
@@ -33,6 +36,13 @@ class PZOBO(Algorithm):
     inner_steps: Count = 10
     samples: Count = 10
     radius: Positive = 0.1
+
+    def prepare(self, state: State) -> None:
+        if state.inner.each_update:
+            raise HyperkronError(
+                "inner optimizer has schedule='update', but PZOBO compares runs of T steps at one learning rate; use "
+                "Updates(optimizer, scheduler, schedule='step')."
+            )
 
     def step(self, state: State, batches: BatchSources) -> StepReport:
         inner_batches = [batches.inner() for _ in range(self.inner_steps)]
@@ -55,8 +65,11 @@ class PZOBO(Algorithm):
         return state.finish(found.value, direction, inner.value)
 
     def _run(self, state: State, inner_batches: list[Any]) -> Tree:
-        """θ_T from the current θ at the current λ; the model is left as it was."""
-        twin = state.inner.twin()
-        for batch in inner_batches:
-            twin.step(derivatives.gradients(state, "inner", batch, theta=twin.params, hyper=False).theta)
+        """θ_T from the current θ at the current λ; model, optimizer and random states are left as they were."""
+        twin, device = state.inner.twin(memory=True), state.generator.device
+        devices = [] if device.type == "cpu" else [device]
+        with derivatives.kept_buffers(state), torch.random.fork_rng(devices, device_type=device.type):
+            for batch in inner_batches:
+                found = derivatives.gradients(state, "inner", batch, theta=twin.params, live=True, hyper=False)
+                twin.step(found.theta)
         return twin.values()

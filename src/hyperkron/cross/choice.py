@@ -102,8 +102,7 @@ class Cross:
         state.see(inner)
         if decided:
             try:
-                way = state.way
-                return point.run(Pass("cross term", lambda at, given: _computed(at, given, way).cross, v, lambda: way))
+                return _by_pass(point, v, state.way)
             except ChangedError:
                 if point.recording:
                     raise
@@ -306,6 +305,18 @@ def _with_motion(point: Point, v: Tree, radius: float, form: str) -> str:
         raise
     except (HyperkronError, RuntimeError):
         return ""
+
+
+def _by_pass(point: Point, v: Tree, way: Way) -> Tree:
+    """X(v) by the chosen way, as a pass that can be recorded; a :class:`ChangedError` if weights begin to move."""
+
+    def work(at: Point, given: Tree) -> Tree:
+        found = _computed(at, given, way)
+        if found.moved:
+            raise ChangedError("the weights of the inner loss move with θ, which they did not when it was decided")
+        return found.cross
+
+    return point.run(Pass("cross term", work, v, key=lambda: way))
 
 
 def _computed(point: Point, v: Tree, way: Way) -> Weighted:

@@ -15,7 +15,7 @@ import functools
 import math
 import operator
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -40,10 +40,11 @@ class ChangedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Weighted:
-    """X(v), and the changes c' of the row losses it was computed from, by criterion."""
+    """X(v), and the changes c' of the row losses it was computed from, by criterion; whether weights moved unawares."""
 
     cross: Tree
     parts: list[Tensor]
+    moved: bool = False
 
     @property
     def changes(self) -> Tensor:
@@ -79,11 +80,30 @@ def structure(point: Point, loss: Loss) -> str:
 
 
 def with_motion(point: Point, v: Tree, radius: float, form: str) -> str:
-    """``form``, with ``m`` added if weights move with θ, as functions of θ with stopped gradients do."""
+    """``form``, with ``m`` added if weights move with θ, as functions of θ with stopped gradients do.
+
+    Their derivatives in λ count too: a network whose last layer is zero gives every example the same weight, but the
+    derivative in that layer depends on its inputs.
+    """
     up, down = sides(point, v, step_of(v, radius), False, partial(Read.of, form, point))
+    slopes, others = _slopes(point, up), _slopes(point, down)
+    gap, size = trees.norm(trees.add(slopes, others, alpha=-1.0)), trees.norm(slopes)
+    still = _same(up, down) and float(gap) <= 10 * torch.finfo(size.dtype).eps * float(size)
+    return form if point.problem.group.all(still) else f"{form}m"
+
+
+def _same(up: Read, down: Read) -> bool:
+    """Whether the weights on both sides are equal."""
     pairs = [*zip(up.weights, down.weights, strict=True), *((up.decays[n], down.decays[n]) for n in up.decays)]
-    still = point.problem.group.all(all(torch.equal(a, b) for a, b in pairs))
-    return form if still else f"{form}m"
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+def _slopes(point: Point, read: Read) -> Tree:
+    """The derivative in λ of the weights, summed over rows and parameters with fixed random factors."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [*read.weights, *read.decays.values()]
+    parts = [(w * torch.randn(w.shape, generator=generator).to(w)).sum() for w in weights]
+    return gradient_tree(sum(parts[1:], parts[0]), point.hypers)
 
 
 def difference(point: Point, v: Tree, radius: float, form: str, full: bool = False) -> Weighted:
@@ -91,10 +111,12 @@ def difference(point: Point, v: Tree, radius: float, form: str, full: bool = Fal
     epsilon = step_of(v, radius)
     up, down = sides(point, v, epsilon, full, partial(Read.of, form, point))
     changes = [(a - b) / (2 * epsilon).to(a.dtype) for a, b in zip(up.losses, down.losses, strict=True)]
-    still = up
-    if form.endswith("m"):
-        with point.moved(trees.map(Tensor.detach, point.params)):
-            still = Read.of(form, point, point.inner(), point.params)
+    if not form.endswith("m"):
+        alone = point.problem.group.size == 1 and not point.execution.queued  # no process or GPU is waited for
+        moved = alone and not _same(up, down)
+        return replace(weighted_sum(point, v, up.weights, changes, up.decays), moved=moved)
+    with point.moved(trees.map(Tensor.detach, point.params)):
+        still = Read.of(form, point, point.inner(), point.params)
     return weighted_sum(point, v, still.weights, changes, still.decays)
 
 

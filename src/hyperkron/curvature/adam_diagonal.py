@@ -24,6 +24,7 @@ class AdamDiagonal(Curvature):
         D = [(1−β₁) β₂ s⁻ − β₁ (1−β₂) g m⁻] / (√s + ϵ)³ ,
 
     the derivative of m/(√s+ϵ) in g, leaving out ϵ against √s in the numerator and the bias correction, as published.
+    With ``amsgrad`` D = (1−β₁)/(√ŝ+ϵ) where the largest s so far, ŝ, is not the last one.
     For optimizers without second moments D = 1. Before the first step there are no moments and D = 1 as well.
 
     Args:
@@ -45,6 +46,11 @@ class AdamDiagonal(Curvature):
             raise HyperkronError(
                 f"optimizer does not hold the model's parameter {missing[0]} (and {len(missing) - 1} others); "
                 "pass the optimizer that trains this model, or freeze that parameter."
+            )
+        if any(group.get("maximize") for group in groups.values()):
+            raise HyperkronError(
+                "optimizer has maximize=True, but J_in is minimised; return the negative of the loss from inner, with "
+                "maximize=False."
             )
         inverse: dict[str, Tensor | float] = {}
         adaptive: dict[int, list[str]] = {}
@@ -92,4 +98,8 @@ def _adam_jacobian(members: list[Tensor], memory: list[dict[str, Tensor]], group
     torch._foreach_add_(bottom, group["eps"])
     torch._foreach_pow_(bottom, 3.0)
     torch._foreach_div_(top, bottom)
-    return list(top)
+    if not group.get("amsgrad"):
+        return list(top)
+    largest = [_wide(x["max_exp_avg_sq"]) for x in memory]
+    held = (rate * (1 - beta1) / (x.sqrt() + group["eps"]) for x in largest)  # ŝ does not depend on g there
+    return [torch.where(s < x, h, d) for s, x, h, d in zip(second, largest, held, top, strict=True)]

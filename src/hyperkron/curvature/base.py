@@ -297,7 +297,8 @@ def l2_curvature(loss: Loss, params: Tree) -> dict[str, Tensor | float]:
             coefficient = penalty.coefficient
             value: Tensor | float
             if isinstance(coefficient, Tensor):
-                key = (coefficient.data_ptr(), coefficient.device, coefficient.dtype, coefficient.shape)
+                layout = coefficient.shape, coefficient.stride()
+                key = (coefficient.data_ptr(), coefficient.device, coefficient.dtype, *layout)
                 if key not in doubled:
                     doubled[key] = 2 * coefficient.detach()
                 value = doubled[key]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from hyperkron import trees
 from hyperkron.evaluation.differentiation import gradients_of
-from hyperkron.evaluation.point import Point, independent
+from hyperkron.evaluation.point import Level, Point, independent
 from hyperkron.hypergradient.base import Hypergradient
 from hyperkron.hypergradient.steps import SGD, Step, StepState
 from hyperkron.problem import BilevelProblem
@@ -320,7 +320,7 @@ class _Sweep:
         hint = where if t == 0 else f"{where} (if the steps diverge, lower the optimizer's lr)"
         loss = self.point.evaluate("inner", batch, params, stream=t, differentiable=True, where=hint)
         self.gradients += 1
-        found = _gradient(loss.value, list(params.values()), create_graph)
+        found = self._derivatives("inner", loss.value, list(params.values()), create_graph)
         grads = {name: g for name, g in zip(params, found, strict=True) if g is not None}
         if not grads:
             raise independent("inner", f" {where}")
@@ -331,11 +331,29 @@ class _Sweep:
         point, params = self.point, trees.map(_leaf, iterate.params)
         where = f"after {self.steps} unrolled steps (if they diverge, lower the optimizer's lr)"
         loss = point.evaluate("outer", point.outer_batch, params, where=where).value
-        found = _gradient(loss, [*params.values(), *point.hypers.values()], False)
+        found = self._derivatives("outer", loss, [*params.values(), *point.hypers.values()], False)
         adjoint, direct = found[: len(params)], found[len(params) :]
         if all(a is None for a in adjoint):
             raise independent("outer")
         return loss.detach(), [*adjoint, *(None for _ in iterate.state.tensors())], direct
+
+    def _derivatives(self, level: Level, loss: Tensor, inputs: list[Tensor], create_graph: bool) -> _Adjoint:
+        """The derivative of ``loss`` by each input, ``None`` where it does not depend on it.
+
+        Refuses a loss that depends on the model's own parameters, which stay where they are while the iterates move.
+        """
+        if not loss.requires_grad:
+            return [None] * len(inputs)
+        own = self.point.params
+        found = gradients_of(loss, [*inputs, *own.values()], create_graph=create_graph)
+        kept = [name for name, g in zip(own, found[len(inputs) :], strict=True) if g is not None]
+        if kept:
+            raise HyperkronError(
+                f"{level} uses {kept[0]} of the model by a reference kept from before (a list of parameters, or an "
+                "attribute that is not a parameter), which does not follow the unrolled steps; read it from the model "
+                f"that {level} is given: model.parameters(), or the layer itself."
+            )
+        return found[: len(inputs)]
 
     def _finite(self, name: str, tensors: _Adjoint) -> None:
         present = [x.detach() for x in tensors if x is not None and x.numel() > 0]
@@ -345,11 +363,6 @@ class _Sweep:
 
 def _leaf(x: Tensor) -> Tensor:
     return x.detach().requires_grad_()
-
-
-def _gradient(loss: Tensor, inputs: list[Tensor], create_graph: bool) -> _Adjoint:
-    """The derivative of ``loss`` by each input, ``None`` where it does not depend on it."""
-    return gradients_of(loss, inputs, create_graph=create_graph) if loss.requires_grad else [None] * len(inputs)
 
 
 def _norm(x: _Adjoint) -> Tensor:
