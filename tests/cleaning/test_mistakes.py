@@ -227,6 +227,31 @@ def test_utf16_and_other_encodings_are_read_and_exported_alike(tmp_path: Path) -
         assert out.read_bytes().decode(charset) == "text,label\nthé vert,x\n"
 
 
+def test_a_sheet_that_is_not_there_is_refused_with_the_names_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Opened by stand-ins: openpyxl is not needed by the tests."""
+    import sys
+    import types
+    import zipfile
+
+    from hyperkron.cleaning.data import read
+
+    pandas = pytest.importorskip("pandas")
+    with zipfile.ZipFile(tmp_path / "book.xlsx", "w") as archive:
+        archive.writestr("xl/workbook.xml", "")
+
+    def missing(path: Path, **more: Any) -> None:
+        raise ValueError(f"Worksheet named {more['sheet_name']!r} not found")
+
+    monkeypatch.setitem(sys.modules, "openpyxl", types.ModuleType("openpyxl"))
+    monkeypatch.setattr(pandas, "read_excel", missing)
+    monkeypatch.setattr(pandas, "ExcelFile", lambda path: types.SimpleNamespace(sheet_names=["Rows", "Checked"]))
+    wanted = r"has no sheet 'Cheked'\. Did you mean 'Checked'\? Its sheets are 'Rows', 'Checked'\."
+    with pytest.raises(HyperkronError, match=wanted):
+        read(f"{tmp_path / 'book.xlsx'}:Cheked")
+
+
 def test_sheets_data_frames_datasets_and_sparse_matrices_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -155,7 +155,10 @@ def within(work: Work, names: list[str], test: bool, seconds: float) -> dict[str
         messages.append(f"Networks alone are trained, without trees, {why} Accuracy may be lower.")
     plan = next((plan for plan in plans if expected(plan, names) <= seconds), plans[-1])
     if plan.epochs < work.plan.epochs:
-        messages.append(f"Training is shortened to {plan.epochs:.1f} epochs {why}")
+        messages.append(
+            f"Training is shortened to {plan.epochs:.1f} epochs {why} Wrong labels may be missed, and the noise rate "
+            "may be too low."
+        )
     alone = {name: expected(plan, [name]) for name in names if name in ALTERNATIVES}
     for name in sorted(alone, key=lambda name: (-alone[name], -ALTERNATIVES.index(name))):
         if expected(plan, names) > seconds:

@@ -54,9 +54,8 @@ def _suspects(run: RunContents) -> str:
     if not count:
         return "No row looks mislabelled."
     share = f" of {rows} ({100 * count / rows:.0f} %)" if rows else ""
-    text = (
-        f"{count}{share} labelled rows look mislabelled." if _silent(run) else f"{count}{share} rows look mislabelled."
-    )
+    what = "labelled rows" if _silent(run) else "rows"
+    text = f"{count}{share} {what} {'looks' if count == 1 else 'look'} mislabelled."
     if run.suspects:
         text += " The most suspicious (rows count from 0, without a header):"
     return "\n".join([text, *(_suspect(s) for s in run.suspects[:TOP])])
