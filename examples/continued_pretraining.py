@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hyperkron as hk
 
-TASK, ENCODER = "", ""  # made-up words and a tiny BERT; for real data: "data/tapt/sciie", "data/minilm"
+TASK, ENCODER, RATE = "", "", 2e-3  # made-up words, a tiny BERT; real data: "data/tapt/sciie", "data/minilm", 1e-4
 
 
 def load(task, encoder):
@@ -27,7 +27,7 @@ def load(task, encoder):
     return transformers.AutoModel.from_pretrained(encoder, dtype=torch.float32), tokenizer.mask_token_id, rows
 
 
-def main(steps=40, inner_steps=5, rate=2e-3):
+def main(steps=40, inner_steps=5):
     torch.manual_seed(0)
     encoder, mask, (train, held_out, test) = load(TASK, ENCODER)
     encoder.pooler, (words, width) = None, encoder.get_input_embeddings().weight.shape
@@ -50,9 +50,9 @@ def main(steps=40, inner_steps=5, rate=2e-3):
 
     data = [DataLoader(part, 16, shuffle=True, drop_last=True) for part in (train, held_out)]
     problem, algorithm = hk.BilevelProblem(inner, outer), hk.AID(hk.kfac(1e-3), inner_steps)
-    adam = torch.optim.AdamW(model.parameters(), rate), torch.optim.Adam(weights.parameters(), 1e-3)
+    adam = torch.optim.AdamW(model.parameters(), RATE), torch.optim.Adam(weights.parameters(), 1e-3)
     hk.fit(problem, model, weights, algorithm, *data, steps=steps, inner_optimizer=adam[0], outer_optimizer=adam[1])
-    right = logits(model.eval(), test.tensors[0], "task").argmax(1) == test.tensors[1]
+    right = torch.no_grad()(logits)(model.eval(), test.tensors[0], "task").argmax(1) == test.tensors[1]
     return {"accuracy": float(right.float().mean()), "weights": weights(torch.arange(6.0)).tolist()}
 
 

@@ -85,10 +85,18 @@ def test_long_tail_reads_real_images(tmp_path: Path) -> None:
     assert len(module.main(steps=2, device="cpu")) == 4
 
 
-def test_continued_pretraining() -> None:
-    """Fewer steps; the network learns the made-up task, and the weights of texts move."""
-    pytest.importorskip("transformers")
+def test_continued_pretraining(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer steps; the network learns the made-up task, and the weights of texts move. The test rows keep no graph."""
+    transformers = pytest.importorskip("transformers")
+    forward, graphs = transformers.BertModel.forward, []
+
+    def watched(self: torch.nn.Module, *args: object, **more: object) -> object:
+        graphs.append(torch.is_grad_enabled())
+        return forward(self, *args, **more)
+
+    monkeypatch.setattr(transformers.BertModel, "forward", watched)
     found = load("continued_pretraining").main(steps=10, inner_steps=5)
+    assert graphs[0] and not graphs[-1]
     assert found["accuracy"] > 0.6  # a third without learning
     assert max(found["weights"]) - min(found["weights"]) > 1e-3
     assert len((EXAMPLES / "continued_pretraining.py").read_text("utf-8").splitlines()) <= 60

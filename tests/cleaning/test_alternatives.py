@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from blobs import Blobs, Watch, blobs, quicken, write_csv
+from hyperkron import solution
 from hyperkron.cleaning import ALTERNATIVES, OURS, CleanConfig, alternatives, clean, load, resume, run
 from hyperkron.cleaning.alternatives import GOLD_SHARE, TREES, available, fitted, targets_for
 from hyperkron.cleaning.annotators import Votes
@@ -24,7 +26,7 @@ from hyperkron.cleaning.own import EstimatorModel
 from hyperkron.cleaning.stages import Stages
 from hyperkron.cleaning.trainer import Dense, TrainingPlan
 from hyperkron.cleaning.work import Work
-from hyperkron.solution import HyperkronError
+from hyperkron.solution import HyperkronError, HyperkronWarning
 
 NOISY, TRUSTED = torch.arange(20), torch.arange(20, 26)
 GIVEN = torch.cat([torch.arange(20) % 2, torch.tensor([0, 0, 0, 1, 1, 1])])
@@ -51,6 +53,16 @@ def views(**more: Any) -> tuple[Work, Outcome]:
         nothing, nothing, nothing, right[:20].log(), Votes(torch.eye(2)[None], 0.0, torch.zeros(20, 2), right[:20])
     )
     return work, Outcome(opinion, opinion, right, right, right, right, (0.35, 1.0, 0.3), right, right)
+
+
+def test_sama_warns_of_no_optimizer_that_is_not_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it use up the warning about a user's own."""
+    monkeypatch.setattr(solution, "_warned", set())
+    work, outcome = views()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", HyperkronWarning)
+        targets_for("sama", work, outcome)
+    assert solution._warned == set()
 
 
 def test_gold_loss_correction_by_hand() -> None:

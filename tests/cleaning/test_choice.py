@@ -15,6 +15,7 @@ from hyperkron.cleaning.choice import (
     advantage,
     choose,
     exceeds,
+    first_verdict,
     judge,
     noise_of,
     verdict,
@@ -118,6 +119,11 @@ def test_the_spread_of_the_noise_is_that_of_the_views() -> None:
     assert found.high - 0.5 == pytest.approx(1.96 * math.sqrt(0.35**2 / 4 + RATE_ERROR**2))
     assert str(found).endswith("Only 58% of them stay the same with another seed and other trusted rows.")
     assert noise_of(torch.zeros(3), [torch.zeros(3)], 0.5).stable == 1.0  # no suspects at all
+
+
+def test_a_single_suspect_is_one_row() -> None:
+    assert str(Noise(0.01, 0.0, 0.06, 1, 260, 0.9)).endswith("(0% to 6%); 1 row is marked as a suspect.")
+    assert "look wrong; 1 row is marked as a suspect. The" in first_verdict(0.01, 1, 2)
 
 
 def test_the_verdict_says_where_the_cleaned_model_is_trees() -> None:

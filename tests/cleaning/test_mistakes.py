@@ -179,6 +179,7 @@ SUSPECTED: dict[str, tuple[dict[str, Any], str, str]] = {
     "a few odd cells": (table(age=["unknown" if i % 6 == 0 else i * 1.5 for i in range(ROWS)]), "holds numbers but for 7 values", "'unknown'"),
     "customer numbers": (table(customer_no=[1000 + 3 * i for i in range(ROWS)]), "looks like a number that identifies rows", "pass id=['customer_no']"),
     "a running number": (table(unnamed=list(range(ROWS))), "identifies rows: all 40 values differ", "id=['unnamed']"),
+    "the label again": (table(code=[7 + i % 2 for i in range(ROWS)]), "column 'code' tells the label of every row", "pass id=['code']"),
     "infinite numbers": (table(speed=[float("inf") if i == 3 else i for i in range(ROWS)]), "extreme values in 1 column, taken as missing: 'speed' (1, such as inf)", "correct these, or rescale"),
     "a column that never changes": (table(year=[2023] * ROWS), "column 'year' is 2023 in every training row", "left out"),
     "several labels in a cell": (table(["yes", "no", "yes, no", "no"] * 10), "'yes, no' (10 rows) look like several labels in one cell", "keep the main label"),
@@ -201,9 +202,17 @@ def test_what_looks_like_a_mistake_is_said(name: str) -> None:
 
 def test_plain_tables_are_not_suspected() -> None:
     random = np.random.default_rng(0)
-    train = table(height=random.normal(size=ROWS), count=random.integers(0, 9, ROWS), town=["Rome", "Oslo"] * 20)
+    train = table(
+        height=random.normal(size=ROWS), count=random.integers(0, 9, ROWS), town=["Rome", "Rome", "Oslo", "Oslo"] * 10
+    )
     trusted = {key: list(values[:4]) for key, values in train.items()} | {"size": [91.5, 92.5, 93.5, 94.5]}
     assert read_parts(train, trusted, None, {})[0].messages == ()
+
+
+def test_a_column_that_tells_all_labels_by_chance_is_not_suspected() -> None:
+    rare = {"size": [0.0] * 30 + [float(i) for i in range(1, 11)], "label": ["no"] * 39 + ["yes"]}
+    trusted = {"size": [91.5, 92.5], "label": ["no", "yes"]}
+    assert not any("tells the label" in told for told in read_parts(rare, trusted, None, {})[0].messages)
 
 
 def test_conflicting_labels_show_one_row_of_each() -> None:
@@ -225,6 +234,31 @@ def test_utf16_and_other_encodings_are_read_and_exported_alike(tmp_path: Path) -
         how = ReadOptions() if given is None else ReadOptions(charset=given)
         out = export_rows(path, [1], tmp_path / f"out-{charset}.csv", ["x"], options=how)
         assert out.read_bytes().decode(charset) == "text,label\nthé vert,x\n"
+
+
+def test_a_sheet_that_is_not_there_is_refused_with_the_names_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Opened by stand-ins: openpyxl is not needed by the tests."""
+    import sys
+    import types
+    import zipfile
+
+    from hyperkron.cleaning.data import read
+
+    pandas = pytest.importorskip("pandas")
+    with zipfile.ZipFile(tmp_path / "book.xlsx", "w") as archive:
+        archive.writestr("xl/workbook.xml", "")
+
+    def missing(path: Path, **more: Any) -> None:
+        raise ValueError(f"Worksheet named {more['sheet_name']!r} not found")
+
+    monkeypatch.setitem(sys.modules, "openpyxl", types.ModuleType("openpyxl"))
+    monkeypatch.setattr(pandas, "read_excel", missing)
+    monkeypatch.setattr(pandas, "ExcelFile", lambda path: types.SimpleNamespace(sheet_names=["Rows", "Checked"]))
+    wanted = r"has no sheet 'Cheked'\. Did you mean 'Checked'\? Its sheets are 'Rows', 'Checked'\."
+    with pytest.raises(HyperkronError, match=wanted):
+        read(f"{tmp_path / 'book.xlsx'}:Cheked")
 
 
 def test_sheets_data_frames_datasets_and_sparse_matrices_are_read(

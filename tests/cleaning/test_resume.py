@@ -251,7 +251,8 @@ def test_a_budget_is_decided_once(files: Files, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(budget, "seconds_per_step", lambda work: 1e-9)  # a faster machine now
     found = resume(tmp_path / "run")
     assert found.summary["config"]["epochs_used"] == 1.0 and [c["name"] for c in found.candidates] == [OURS]
-    assert found.summary["data"]["messages"][0].startswith("Training is shortened to 1.0 epochs")
+    said = found.summary["data"]["messages"][0]
+    assert said.startswith("Training is shortened to 1.0 epochs") and "Wrong labels may be missed" in said
 
 
 def changed(files: Files, out: Path, **settings: Any) -> Path:

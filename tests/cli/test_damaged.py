@@ -182,6 +182,14 @@ def test_stdout_that_takes_nothing_is_an_error(
     assert "Traceback" not in capsys.readouterr().err
 
 
+def test_predictions_that_find_no_room_on_stdout_do_not_blame_the_run(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.setattr(sys, "stdout", _Left(OSError(28, "No space left on device")))
+    assert main(["predict", "run", "train.csv"]) == 1
+    assert "the disk is full (No space left on device): the output cannot be written" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("arguments", [*COMMANDS.values(), ["report", "no-such-run"], ["--bogus"], ["--help"]])
 def test_streams_that_are_closed(arguments: list[Any], run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("stdin", "stdout", "stderr"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from fake_cleaning import FakeCleaning
 from hyperkron.cli import main
 from hyperkron.solution import HyperkronError
 from hyperkron.training import Interrupted
+from hyperkron.training.locks import FolderLock
 
 _here, fake = clean_command.here, clean_command.fake
 
@@ -83,6 +85,16 @@ def test_overwrite_that_fails_on_the_way_keeps_the_earlier_run_aside(fake: FakeC
     assert main([*CLEAN, "--overwrite"]) == 1
     [aside] = [path for path in Path("runs").iterdir() if path != OUT]
     assert json.loads((aside / "result.json").read_text())["chosen"] == "old" and str(aside) in capsys.readouterr().err
+
+
+def test_overwrite_leaves_a_run_that_is_being_written(fake: FakeCleaning, capsys: Captured) -> None:
+    """Its process would go on writing, into the folder of the new run."""
+    run_folder.write_run_folder(OUT, chosen="old")
+    with FolderLock(OUT):
+        assert main([*CLEAN, "--overwrite"]) == 1
+    assert f"{OUT} is being written by process {os.getpid()}" in capsys.readouterr().err
+    assert json.loads((OUT / "result.json").read_text())["chosen"] == "old"
+    assert [path.name for path in Path("runs").iterdir()] == ["mine"]
 
 
 # --- interruptions -----------------------------------------------------------------------------------------

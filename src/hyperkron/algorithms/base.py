@@ -226,6 +226,8 @@ class Algorithm(ABC):
 
     moves_hyper: ClassVar[bool] = True
     """Whether λ moves; if not, ``hyper`` may be a module without parameters."""
+    warns_of_decay: ClassVar[bool] = True
+    """Whether a weight decay of the inner optimizer is warned of; not where the library itself has chosen it."""
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -268,7 +270,7 @@ class Algorithm(ABC):
         lam = LevelOptimizer(hypers, outer, as_rate(self.outer_rate), project=project, level="outer")
         theta.refuse(dict(hyper.named_parameters()), "inner")
         lam.refuse(theta.params, "outer")
-        if self.moves_hyper:
+        if self.moves_hyper and self.warns_of_decay:
             theta.warn_of_decay()
         state = State(problem, model, hyper, theta, lam, self.seed, graph)
         method = self.method()

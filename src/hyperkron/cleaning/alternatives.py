@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -219,6 +220,8 @@ class Interleaved(Algorithm):
     total: int = 1
     due: range = range(0)
     move: Callable[[State], float | None] = lambda state: None
+
+    warns_of_decay: ClassVar[bool] = False
 
     @property
     def steps(self) -> int:

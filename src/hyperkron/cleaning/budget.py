@@ -167,7 +167,10 @@ def within(work: Work, names: list[str], test: bool, seconds: float) -> dict[str
         if expected(plan, names) > seconds:
             plan = replace(plan, epochs=min(plan.epochs, max(1.0, share * work.plan.epochs)))
     if plan.epochs < work.plan.epochs:
-        messages.append(f"Training is shortened to {plan.epochs:.1f} epochs {why}")
+        messages.append(
+            f"Training is shortened to {plan.epochs:.1f} epochs {why} Wrong labels may be missed, and the noise rate "
+            "may be too low."
+        )
     messages += left_out
     if (still := expected(plan, names)) > seconds:
         messages.append(f"This will still take about {still:.0f} s, more than the {seconds:.0f} s left of the budget.")

@@ -128,6 +128,10 @@ def _score(low: float, high: float) -> str:
     return f"at least {low:.1%}" if high >= 0.9995 else f"{low:.1%} to {high:.1%}"
 
 
+def _marked(suspects: int) -> str:
+    return "1 row is marked as a suspect" if suspects == 1 else f"{suspects} rows are marked as suspects"
+
+
 @dataclass(frozen=True)
 class Noise:
     """The share of labels that look wrong, with its interval, and how many of the suspects are so in every view.
@@ -148,7 +152,7 @@ class Noise:
     def __str__(self) -> str:
         told = (
             f"About {self.rate:.0%} of the {self.rows} labels look wrong ({self.low:.0%} to {self.high:.0%}); "
-            f"{self.suspects} rows are marked as suspects."
+            f"{_marked(self.suspects)}."
         )
         if self.stable < STABLE:
             told += f" Only {self.stable:.0%} of them stay the same with another seed and other trusted rows."
@@ -208,7 +212,7 @@ def verdict(
 def first_verdict(rate: float, suspects: int, alternatives: int) -> str:
     """What can be said before the alternatives are known."""
     return (
-        f"First result: about {rate:.0%} of the labels look wrong; {suspects} rows are marked as suspects. The "
+        f"First result: about {rate:.0%} of the labels look wrong; {_marked(suspects)}. The "
         f"comparison with {alternatives} alternative{'s' * (alternatives != 1)} is still running."
     )
 

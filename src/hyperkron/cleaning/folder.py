@@ -350,6 +350,8 @@ def replacing(folder: str | Path | None, overwrite: bool, say: Callable[[str], N
         return
     if out.is_symlink():
         raise HyperkronError(f"out={str(out)!r} is a link; name the folder itself to overwrite it.")
+    with FolderLock(out):  # a process that still writes the earlier run would go on, in the folder of the new one
+        pass
     aside = out.with_name(f"{out.name}.replaced-{secrets.token_hex(4)}")
     out.rename(aside)
     try:

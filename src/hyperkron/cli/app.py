@@ -83,6 +83,8 @@ def _failed(error: Exception, options: Any) -> int:
     text = as_options(str(error)) if ours else str(error) or type(error).__name__
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         folder = getattr(options, "run", None) or getattr(options, "out", None)
+        if getattr(options, "command", "") == "predict":  # which writes nothing into the run
+            folder = None
         where = error.filename or (f"a file in {folder}" if folder else "the output")
         text = f"the disk is full ({error.strerror}): {where} cannot be written. Free some space, then try again."
     prog = f"hyperkron {options.command}" if options is not None else "hyperkron"

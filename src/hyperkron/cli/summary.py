@@ -55,7 +55,8 @@ def _suspects(run: RunContents) -> str:
         return "No row looks mislabelled."
     share = f" of {rows} ({100 * count / rows:.0f} %)" if rows else ""
     unlabelled = any(not row.given for row in run.rows or ())
-    text = f"{count}{share} {'labelled ' if unlabelled else ''}rows look mislabelled."
+    what = "labelled rows" if unlabelled else "rows"
+    text = f"{count}{share} {what} {'looks' if count == 1 else 'look'} mislabelled."
     if run.suspects:
         text += " The most suspicious (rows count from 0, without a header):"
     return "\n".join([text, *(_suspect(s) for s in run.suspects[:TOP])])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import math
 import re
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -30,6 +31,8 @@ from hyperkron.solution import HyperkronError
 _IDENTIFIES = re.compile(r"(^|[\W_])(id|nr|no|num|number|code|key|phone|account|customer)s?($|[\W_])|(Id|ID|Nr|No)$")
 _SEVERAL = re.compile(r"\s*[,;|]\s*")
 _LEAST = 20  # rows, below which all values of a column differ by chance
+_CHANCE = -20.0  # logarithm of the probability below which a column does not tell all labels by chance
+_VALUES = 10  # for each class: of more values of a column it is not asked whether they tell the label
 
 
 def _were(count: int) -> str:
@@ -251,6 +254,31 @@ def number_notes(raw: Raw) -> list[str]:
                 f"differ. If so, pass id=[{name!r}], so that nothing is learnt from it."
             )
     return found
+
+
+def leak_notes(raw: Raw) -> list[str]:
+    """Columns of a table whose value tells the given label of every row, wrong ones included."""
+    counts = Counter(name for name in raw.labels if name is not None)
+    shares = {name: count / counts.total() for name, count in counts.items()}
+    return [
+        f"{raw.name}: column {name!r} tells the label of every row, and so repeats wrong ones. If it was made from the "
+        f"labels, pass id=[{name!r}], so that nothing is learnt from it."
+        for name, values in (raw.inputs.items() if isinstance(raw.inputs, Mapping) else ())
+        if _tells(cells(values), raw.labels, shares)
+    ]
+
+
+def _tells(values: Sequence[object], labels: list[str | None], shares: Mapping[str, float]) -> bool:
+    """Whether all rows of a value have one label: by chance so with probability Π_n p(y_n), over all but the first."""
+    told, chance = dict[str | None, str](), 0.0
+    for value, label in zip(values, labels, strict=True):
+        if label is None:
+            continue
+        known = told.setdefault(category(value), label)
+        if known != label or len(told) > _VALUES * len(shares):
+            return False
+        chance += math.log(shares[label])
+    return chance - sum(math.log(shares[label]) for label in told.values()) < _CHANCE
 
 
 def label_notes(raw: Raw) -> list[str]:

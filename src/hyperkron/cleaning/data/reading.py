@@ -173,7 +173,8 @@ def _pair(train: Raw, trusted: Raw, options: ReadOptions) -> tuple[Labelled, Lab
     classes = checks.class_list(train, trusted)
     notes = checks.class_notes(train, trusted, classes)
     encoding, learnt = _encoding(train, options)
-    notes += [*checks.label_notes(train), *checks.number_notes(train), *learnt, *checks.duplicate_notes(train, ours)]
+    notes += [*checks.label_notes(train), *checks.number_notes(train), *checks.leak_notes(train), *learnt]
+    notes += checks.duplicate_notes(train, ours)
     return (
         checks.labelled(train, classes, encoding, notes),
         checks.labelled(trusted, classes, encoding, checks.duplicate_notes(trusted, theirs)),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hyperkron.cleaning.data.checks import header_note
-from hyperkron.cleaning.data.files import listing
+from hyperkron.cleaning.data.files import listing, nearest
 from hyperkron.cleaning.data.kept import FormulaCells, Kept, csv_line
 from hyperkron.cleaning.data.labelled import Frame, Place
 from hyperkron.cleaning.data.limits import Bounds, ReadOptions, charset_of, read_bounded, read_text
@@ -180,6 +180,12 @@ def _sheet(place: Place) -> Any:
     except HyperkronError:
         raise
     except Exception as error:  # the readers raise errors of several libraries
+        if place.part and str(error).startswith("Worksheet named"):
+            names = pandas.ExcelFile(path).sheet_names
+            raise HyperkronError(
+                f"{str(path)!r} has no sheet {place.part!r}.{nearest(place.part, names)} Its sheets are "
+                f"{listing(map(repr, names))}."
+            ) from error
         raise HyperkronError(
             f"{str(path)!r} cannot be read as an Excel sheet ({str(error)[:150]}); save it as CSV and read that."
         ) from error
