@@ -45,10 +45,9 @@ class MixtureCallback(transformers.TrainerCallback):
 
     def on_step_end(self, args, state, control, model=None, **_):
         if state.global_step % 10 == 0:
-            batches = self.batches(args.seed, state.global_step)
-            batches = [{key: x.to(model.device) for key, x in batch.items()} for batch in batches]
+            both = [{k: x.to(model.device) for k, x in b.items()} for b in self.batches(args.seed, state.global_step)]
             self.optimizer.zero_grad()
-            self.hypergradient.backward(self.problem, model, self.mixture, *batches)
+            self.hypergradient.backward(self.problem, model, self.mixture, *both)
             self.optimizer.step()
 
     def on_save(self, args, state, control, **_):  # λ belongs to the checkpoint; KFAC's random numbers start again
@@ -57,8 +56,9 @@ class MixtureCallback(transformers.TrainerCallback):
             save_file(saved, f"{args.output_dir}/checkpoint-{state.global_step}/mixture.safetensors")
 
     def on_train_begin(self, args, state, control, **_):
-        if state.global_step > 0:  # resumed: not from args.output_dir, which may be another run's
-            saved = load_file(f"{args.resume_from_checkpoint}/mixture.safetensors")
+        if state.global_step > 0:  # resumed; True: from the last checkpoint in args.output_dir, as Trainer does
+            given, last = args.resume_from_checkpoint, transformers.trainer_utils.get_last_checkpoint
+            saved = load_file(f"{last(args.output_dir) if given is True else given}/mixture.safetensors")
             self.mixture.load_state_dict({"logits": saved.pop("logits")})
             self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": {0: saved}})
 
@@ -66,7 +66,7 @@ class MixtureCallback(transformers.TrainerCallback):
 def main(**options):
     train, target = texts(torch.arange(400) % DOMAINS), texts(torch.zeros(40, dtype=torch.long))
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=WORDS, **SIZES))
-    options = {"learning_rate": 3e-3, "report_to": "none", "save_strategy": "no"} | options
+    options = {"learning_rate": 3e-3, "report_to": "none", "save_strategy": "no", **options}
     args = transformers.TrainingArguments(remove_unused_columns=False, **options)  # 1: the objectives need the domains
     trainer = transformers.Trainer(model, args, train_dataset=train, eval_dataset=target)
     callback = MixtureCallback(hk.DomainWeights(DOMAINS).to(args.device), train, target)  # 2

@@ -1,6 +1,7 @@
 """Long-tailed classes: a small network learns what an example should weigh, from its loss (Meta-Weight-Net).
 
-Ten images of each class are set aside, and the weights are learned such that the classifier does well on these.
+Ten images of each class are set aside, and the weights are learned such that the classifier does well on these. 200
+steps on the digits change the accuracy by −1 to +5 points, by seed; real images need many more steps.
 """
 
 import torch

@@ -156,9 +156,11 @@ def test_a_checkpoint_of_trainer_has_the_domain_weights(tmp_path: Path) -> None:
         callback.mixture.logits.grad = torch.ones(4)
         callback.optimizer.step()
     assert torch.equal(resumed.mixture.logits, saved.mixture.logits)
-    new.resume_from_checkpoint = str(folders[1])
-    resumed.on_train_begin(new, state, None)
-    assert not resumed.mixture.logits.any()
+    for given in (str(folders[1]), True):  # True: the last one of the folder that is written to
+        resumed.mixture.logits.data.fill_(1.0)
+        new.resume_from_checkpoint = given
+        resumed.on_train_begin(new, state, None)
+        assert not resumed.mixture.logits.any()
 
 
 def test_a_resumed_trainer_has_the_batches_that_would_have_followed() -> None:
