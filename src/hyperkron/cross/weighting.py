@@ -112,8 +112,8 @@ def difference(point: Point, v: Tree, radius: float, form: str, full: bool = Fal
     up, down = sides(point, v, epsilon, full, partial(Read.of, form, point))
     changes = [(a - b) / (2 * epsilon).to(a.dtype) for a, b in zip(up.losses, down.losses, strict=True)]
     if not form.endswith("m"):
-        alone = point.problem.group.size == 1 and not point.execution.queued  # no process or GPU is waited for
-        moved = alone and not _same(up, down)
+        waits = point.problem.group.size > 1 or point.execution.queued or point.recording  # for processes or a GPU
+        moved = not waits and not _same(up, down)
         return replace(weighted_sum(point, v, up.weights, changes, up.decays), moved=moved)
     with point.moved(trees.map(Tensor.detach, point.params)):
         still = Read.of(form, point, point.inner(), point.params)
