@@ -200,6 +200,31 @@ def test_a_model_that_fully_shard_has_given_to_one_process_is_the_model_itself(t
         assert float((found[name] - x).norm() / x.norm()) < 1e-10, name
 
 
+def test_forward_mode_with_lambda_inside_a_divided_model_is_refused(tmp_path: Path) -> None:
+    """Tangents of a softmax are computed in place, which autograd does not notice in tensors that are gathered."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    rows, labels = torch.randn(8, 4, dtype=torch.float64), torch.arange(8) % 3
+
+    def inner(model: nn.Module, shift: nn.Module, batch: Any) -> hk.Loss:
+        return hk.losses.cross_entropy(model(batch[0] + shift(torch.ones_like(batch[0])).tanh()), batch[1])
+
+    def outer(model: nn.Module, shift: nn.Module, batch: Any) -> hk.Loss:
+        return hk.losses.cross_entropy(model(batch[0]), batch[1])
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
+    try:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        problem, shift = hk.training.DataParallel(hk.BilevelProblem(inner, outer)), nn.Linear(4, 4).double()
+        with pytest.raises(hk.HyperkronError, match=r"cross='forward' does not pass .* divided .*use cross='reverse'"):
+            hk.cg(3, cross="forward").compute(problem, model, shift, (rows, labels), (rows, labels))
+    finally:
+        dist.destroy_process_group()
+
+
 def test_a_run_of_fully_shard_continues_on_one_process(tmp_path: Path) -> None:
     """Its model is divided there, too, though into one part; checkpoints were read as those of plain models."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
