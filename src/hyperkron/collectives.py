@@ -286,33 +286,34 @@ def _below(matrices: Tensor) -> Tensor:
 class LinearMap(torch.autograd.Function):
     """A linear map of tensors, given with its transpose: each is the derivative of the other.
 
-    A gradient that is ``None`` counts as zero, which the transpose has to know.
+    A gradient that is ``None`` counts as zero: with ``optional`` the map and its transpose are given the ``None``,
+    otherwise zeros.
     """
 
     @staticmethod
-    def forward(along: Map, transpose: Map, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    def forward(along: Map, transpose: Map, optional: bool, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         return tuple(along(*tensors))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
-        ctx.set_materialize_grads(False)
-        ctx.along, ctx.transpose, *tensors = inputs
+        ctx.along, ctx.transpose, ctx.optional, *tensors = inputs
+        ctx.set_materialize_grads(not ctx.optional)
         ctx.here = [x is not None for x in tensors]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        found = LinearMap.apply(ctx.transpose, ctx.along, *gradients)
-        return (None, None, *(g if here else None for g, here in zip(found, ctx.here, strict=True)))
+        found = LinearMap.apply(ctx.transpose, ctx.along, ctx.optional, *gradients)
+        return (None, None, None, *(g if here else None for g, here in zip(found, ctx.here, strict=True)))
 
     @staticmethod
-    def jvp(ctx: Any, _: None, __: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+    def jvp(ctx: Any, _: None, __: None, ___: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         return tuple(ctx.along(*tangents))
 
 
 def replicated(group: Group, tensors: Tree) -> Tree:
     """The same tensors, whose gradients are summed over ranks, all of them in one collective."""
     summed = partial(_summed, group, [x.detach() for x in tensors.values()])
-    return dict(zip(tensors, LinearMap.apply(_viewed, summed, *tensors.values()), strict=True)) if tensors else {}
+    return dict(zip(tensors, LinearMap.apply(_viewed, summed, True, *tensors.values()), strict=True)) if tensors else {}
 
 
 def _viewed(*tensors: Tensor | None) -> list[Tensor | None]:

@@ -200,8 +200,10 @@ class LevelOptimizer:
 
     def step(self, direction: Tree) -> None:
         """Move against ``direction``, as the optimizer moves against a gradient; then project."""
+        by_rows = isinstance(self.optimizer, torch.optim.SparseAdam)  # which takes no dense gradient
         for name, p in self.params.items():
-            p.grad = direction[name].detach()
+            x = direction[name].detach()
+            p.grad = x.to_sparse(1) if by_rows and not x.is_sparse else x
         self.update()
 
     def update(self, step: Callable[[], object] | None = None) -> None:

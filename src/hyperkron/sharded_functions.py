@@ -37,7 +37,7 @@ def divided_over(group: Group, rows: Tensor, count: int) -> Tensor:
 def gathered(group: Group, tensors: Sequence[Tensor]) -> list[Tensor]:
     """All rows of divided tensors; gradients are summed over ranks, and each gets those of its rows."""
     like = [x.detach() for x in tensors]
-    return list(LinearMap.apply(partial(_all_rows, group, like), partial(_summed_rows, group, like), *tensors))
+    return list(LinearMap.apply(partial(_all_rows, group, like), partial(_summed_rows, group, like), True, *tensors))
 
 
 def _all_rows(group: Group, like: list[Tensor], *tensors: Tensor | None) -> list[Tensor]:
@@ -64,14 +64,14 @@ def squared_norms(tensors: Sequence[Any]) -> Tensor:
     def summed(x: Tensor) -> list[Tensor]:  # each rank uses the number for its own: gradients are summed as well
         return [group.sum([x])[0].clone()]  # of one process it is x itself
 
-    (found,) = LinearMap.apply(summed, summed, torch.stack([_own(x).square().sum() for x in tensors]))
+    (found,) = LinearMap.apply(summed, summed, False, torch.stack([_own(x).square().sum() for x in tensors]))
     return found
 
 
 def _own(x: Any) -> Tensor:
     """The own rows of a divided tensor, with its graph and its tangent (:func:`hyperkron.evaluation.sharded.dual`)."""
     like = x.detach()
-    (rows,) = LinearMap.apply(lambda y: [local(y).clone()], lambda g: [with_rows(g, like)], x)
+    (rows,) = LinearMap.apply(lambda y: [local(y).clone()], lambda g: [with_rows(g, like)], False, x)
     rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
     return make_dual(rows.detach(), local(x.tangent).to(rows.dtype)) if hasattr(x, "tangent") else rows
 
@@ -98,5 +98,5 @@ def taken(group: Group, x: Tensor, index: Tensor) -> Tensor:
         given = group.gather(gradient)[mine]
         return [with_rows(found.index_add_(0, table[mine] - rows.start, given.to(found)), like)]
 
-    (found,) = LinearMap.apply(taken_rows, put_back, x)
+    (found,) = LinearMap.apply(taken_rows, put_back, False, x)
     return found[: flat.numel()].reshape(index.shape)

@@ -69,6 +69,24 @@ def test_sparse_embeddings_move_as_dense_ones(name: str) -> None:
     torch.testing.assert_close(*ends)
 
 
+@pytest.mark.parametrize("name", FIRST_ORDER)
+def test_sparse_adam_moves_the_rows_in_use_only(name: str) -> None:
+    """It takes no dense gradients, and algorithms compute with dense ones."""
+    torch.manual_seed(0)
+    model, weights = nn.Embedding(5, 3, sparse=True).double(), hk.SampleWeights(4, "sigmoid").double()
+    before, batch = model.weight.detach().clone(), (torch.tensor([0, 3, 3, 1]), torch.arange(4) % 2)
+    problem = hk.BilevelProblem(
+        lambda m, w, b: hk.losses.cross_entropy(m(b[0]), b[1], weight=w(torch.arange(4))),
+        lambda m, w, b: hk.losses.cross_entropy(m(b[0]), 1 - b[1]),
+    )
+    optimizer = torch.optim.SparseAdam(model.parameters(), lr=0.01)
+    state = FIRST_ORDER[name][0].init(problem, model, weights, inner=optimizer)
+    for _ in range(2):
+        FIRST_ORDER[name][0].step(state, hk.algorithms.BatchSources(batch, batch))
+    decays = name == "BVFSM"  # it adds ‖θ‖² to both losses
+    assert (model.weight != before).any(1).tolist() == [True, True, decays, True, decays]
+
+
 class Dropped(nn.Module):
     """The layer of the quadratic problem behind dropout."""
 

@@ -19,8 +19,11 @@ from torch import Tensor, nn
 import hyperkron as hk
 import parallel_runs
 import sharded_runs
+from hyperkron.collectives import Group
 from hyperkron.curvature.kfac.coverage import plan
 from hyperkron.curvature.kfac.owners import Owners
+from hyperkron.sharded_functions import divided_over, squared_norms, taken
+from hyperkron.sharding import whole
 from hyperkron.training.divided import write_rows
 from hyperkron.training.encoding import CheckpointError
 
@@ -198,6 +201,59 @@ def test_a_model_that_fully_shard_has_given_to_one_process_is_the_model_itself(t
         dist.destroy_process_group()
     for name, x in wanted.items():
         assert float((found[name] - x).norm() / x.norm()) < 1e-10, name
+
+
+def test_forward_mode_with_lambda_inside_a_divided_model_is_refused(tmp_path: Path) -> None:
+    """Tangents of a softmax are computed in place, which autograd does not notice in tensors that are gathered."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    rows, labels = torch.randn(8, 4, dtype=torch.float64), torch.arange(8) % 3
+
+    def inner(model: nn.Module, shift: nn.Module, batch: Any) -> hk.Loss:
+        return hk.losses.cross_entropy(model(batch[0] + shift(torch.ones_like(batch[0])).tanh()), batch[1])
+
+    def outer(model: nn.Module, shift: nn.Module, batch: Any) -> hk.Loss:
+        return hk.losses.cross_entropy(model(batch[0]), batch[1])
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
+    try:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        problem, shift = hk.training.DataParallel(hk.BilevelProblem(inner, outer)), nn.Linear(4, 4).double()
+        with pytest.raises(hk.HyperkronError, match=r"cross='forward' does not pass .* divided .*use cross='reverse'"):
+            hk.cg(3, cross="forward").compute(problem, model, shift, (rows, labels), (rows, labels))
+    finally:
+        dist.destroy_process_group()
+
+
+class Stopped(torch.autograd.Function):
+    """x, whose gradient is ``None``."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> None:
+        return None
+
+
+def test_a_function_without_a_gradient_stops_that_of_divided_tensors(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
+    try:
+        group = Group(dist.group.WORLD)
+        x = nn.Parameter(divided_over(group, torch.ones(6), 6))
+        for made in (taken(group, x, torch.tensor([0, 2])), squared_norms([x])):
+            (found,) = torch.autograd.grad(Stopped.apply(made).sum(), x)
+            assert float(whole(found).abs().sum()) == 0
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_run_of_fully_shard_continues_on_one_process(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from hyperkron.evaluation.point import Point
 from hyperkron.evaluation.sharded import dual
 from hyperkron.kernels.split_products import full_precision
 from hyperkron.losses import Loss
+from hyperkron.sharding import is_sharded
 from hyperkron.solution import HyperkronError
 from hyperkron.trees import HALF_TYPES, Tree
 
@@ -62,8 +63,11 @@ def forward_and_slope(point: Point, v: Tree) -> tuple[Tree, Tensor]:
 
     Dual numbers of ``torch.autograd`` cost less Python time than ``torch.func.jvp``, and use the kernels chosen for the
     model. But they compute the tangents of some functions (softmax) in place; if λ is inside the model, autograd then
-    refuses their gradient. In this case ``torch.func`` is used, which computes them out of place.
+    refuses their gradient. In this case ``torch.func`` is used, which computes them out of place. For parameters that
+    are divided among processes, autograd does not notice it: tensors that are gathered again are not checked.
     """
+    if any(map(is_sharded, point.params.values())):
+        raise NoForwardModeError("its parameters are divided among processes, and λ does more than weight")
     with forward_mode():
         try:
             with dual_level():
