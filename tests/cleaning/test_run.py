@@ -347,3 +347,19 @@ def test_the_result_predicts_further_rows(data: Blobs, compared: CleanResult) ->
 def test_a_network_that_does_not_fit_is_refused(data: Blobs, network: nn.Module) -> None:
     with pytest.raises(HyperkronError, match=r"model (gives an output of shape|does not take inputs of shape)"):
         clean(data.train, data.trusted, model=lambda: network, config=NONE)
+
+
+def test_a_class_without_trusted_rows_is_not_taken_for_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every one of its rows was a suspect, because the trusted rows ruled the class out."""
+    quicken(monkeypatch, least=100, forest=20)
+    random, rows = torch.Generator().manual_seed(0), 600
+    true = torch.arange(rows + 60) % 4
+    x = (1.2 * torch.randn(4, 8, generator=random))[true] + torch.randn(len(true), 8, generator=random)
+    again = torch.rand(rows, generator=random) < 0.2
+    given = torch.where(again, torch.randint(4, (rows,), generator=random), true[:rows])
+    trusted = torch.arange(rows, rows + 60)[true[rows:] != 3]
+    result = clean((x[:rows], given), (x[trusted], true[trusted]), config=CleanConfig(compare=()))
+    suspect, mine, wrong = (result.error_probability > 0.5).float(), given == 3, given != true[:rows]
+    assert suspect[mine & ~wrong].mean() < 0.3 < 0.8 < suspect[mine & wrong].mean()
+    assert suspect[~mine & ~wrong].mean() < 0.05
+    assert "of classes that have trusted rows" in result.verdict and "'3'" in result.verdict

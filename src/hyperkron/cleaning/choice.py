@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hyperkron.cleaning.config import NETWORK, OURS
+from hyperkron.cleaning.data.files import listing
 
 Z = 1.96
 """Of a 95 % interval of rows that one model answers."""
@@ -182,11 +183,12 @@ def verdict(
     classes: int,
     test: tuple[int, int] | None = None,
     learner: str = NETWORK,
+    unseen: Sequence[str] = (),
 ) -> str:
     """Two or three sentences for a person: the model, how it compares, and the labels.
 
     ``test`` is how many answers of the chosen one on the test rows are right, and how many those rows are; ``learner``
-    what kind of model it is.
+    what kind of model it is; ``unseen`` the classes without a trusted row.
     """
     won = next(c for c in candidates if c.name == chosen)
     kind = "" if learner == NETWORK else f" ({learner})"
@@ -205,7 +207,9 @@ def verdict(
         plain = float(won.right.sum()) / won.rows
         if not won.low - 1e-6 <= plain <= won.high + 1e-6:  # else the two figures would seem to contradict each other
             held += ", each class counted as often as it seems to be among the training rows"
-        said = f"{name} is right on {_score(won.low, won.high)} of new rows (95 % interval, from {held})."
+        which = " of classes that have trusted rows" if unseen else ""
+        said = f"{name} is right on {_score(won.low, won.high)} of new rows{which} (95 % interval, from {held})."
+        said += f" It is not known how often on {listing(map(repr, unseen))}." if unseen else ""
     return f"{said}{_compared(won, candidates, test is not None)} {noise}"
 
 

@@ -52,6 +52,22 @@ def logs(p: Tensor) -> Tensor:
     return (p + MIN_PROBABILITY).log()
 
 
+def with_unseen(told: Tensor, other: Tensor, labels: Tensor) -> Tensor:
+    """What a model says (rows, C) that was trained on ``labels``; classes it never saw are told by another model.
+
+    Without this it would rule them out, and every row with such a label would look wrong.
+
+    Example:
+        >>> with_unseen(torch.tensor([[0.5, 0.5, 0.0]]), torch.tensor([[0.1, 0.1, 0.8]]), torch.tensor([0, 1]))
+        tensor([[0.1000, 0.1000, 0.8000]])
+    """
+    seen = torch.bincount(labels, minlength=told.shape[1]) > 0
+    if bool(seen.all()):
+        return told
+    unseen, known = other * ~seen, told * seen
+    return unseen + (1 - unseen.sum(1, keepdim=True)) * known / known.sum(1, keepdim=True).clamp(min=MIN_PROBABILITY)
+
+
 def certain(labels: Tensor, classes: int) -> Tensor:
     """The log-evidence of labels that are right: 0 for the class, very low for the others; 0 for −1, no label."""
     return (1 - F.one_hot(labels.clamp(min=0), classes).float()) * RULED_OUT * (labels >= 0)[:, None]
@@ -121,7 +137,8 @@ def stack(experts: Tensor, labels: Tensor) -> Pool:
     for bias_ridge in (NO_BIAS_RIDGE, *BIAS_RIDGES):
         a, b = _fitted(experts, labels, seen, POOL_PRIOR / len(labels), bias_ridge)
         told = _logits(experts, a, b).log_softmax(2)[:, torch.arange(len(labels)), labels]
-        found.append((float((told * ~seen).sum()), Pool(a[-1].float(), b[-1].float())))  # the last saw all rows
+        known = torch.bincount(labels, minlength=b.shape[1]) > 0  # of other classes nothing is known
+        found.append((float((told * ~seen).sum()), Pool(a[-1].float(), (b[-1] * known).float())))  # it saw all rows
     return max(found, key=lambda pair: pair[0])[1]
 
 

@@ -39,6 +39,7 @@ from hyperkron.cleaning.evidence import (
     of_label,
     overconfidence,
     stack,
+    with_unseen,
 )
 from hyperkron.cleaning.label_noise import corrected_frequencies, label_noise, under_frequencies
 from hyperkron.cleaning.models.trees import forest
@@ -223,7 +224,7 @@ def opinion(work: Work, experts: Sequence[Tensor], said: Tensor) -> Opinion:
     ``said`` is what the noisy expert says of the given label (rows, C).
     """
     labels, given = work.given[work.trusted], work.given[work.noisy]
-    before = frequencies(labels, work.classes)
+    before = with_unseen(frequencies(labels, work.classes)[None], said[work.noisy].mean(0, keepdim=True), labels)[0]
     stacked = under_frequencies(torch.stack([logs(p) for p in experts]), work.noisy, before)
     pool = stack(stacked[:, work.trusted], labels)
     log_p, said = pool(stacked[:, work.noisy]), said[work.noisy]
@@ -366,6 +367,8 @@ class Outcome:
 def clean_labels(works: Sequence[Work]) -> list[Outcome]:
     """For each view everything up to the verdict on each row and the evidence for the network."""
     alone, noisy = trusted_expert(works), noisy_expert(works)
+    for work, a, said in zip(works, alone, noisy, strict=True):
+        a.update({name: with_unseen(told, said, work.given[work.trusted]) for name, told in a.items()})
     matrix = matrix_expert(works, noisy)
     trees = noisy_forest(works[0]) if works[0].trees else None
     more = [p for p in (trees, works[0].probabilities) if p is not None]

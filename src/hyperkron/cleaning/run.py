@@ -326,8 +326,9 @@ class CleaningRun:
         if won is not None:
             assert self.noise is not None
             test = None if mine is None else (int(mine.sum()), len(mine))
+            unseen = [self.parts[0].classes[k] for k in self.work.unseen]
             more["verdict"] = verdict(
-                chosen, self.table, self.noise, classes=self.work.classes, test=test, learner=learner
+                chosen, self.table, self.noise, classes=self.work.classes, test=test, learner=learner, unseen=unseen
             )
             more["per_class"] = per_class(self.parts, suspect, won.right, mine)
         return {

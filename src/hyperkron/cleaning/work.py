@@ -138,6 +138,12 @@ class Work:
         """Those of the rows that have a label."""
         return rows[self.given[rows] >= 0]
 
+    @property
+    def unseen(self) -> list[int]:
+        """The classes of given labels that no trusted row has."""
+        there, trusted = (set(self.given[self.labelled(rows)].tolist()) for rows in (self.noisy, self.trusted))
+        return sorted(there - trusted)
+
     def known(self, rows: Tensor) -> Tensor:
         """The evidence that takes the labels as they are given."""
         return certain(self.given[rows], self.classes)

@@ -202,7 +202,8 @@ def class_notes(train: Raw, trusted: Raw, classes: tuple[str, ...]) -> list[str]
     if absent:
         notes.append(
             f"{trusted.name}: {several(len(absent), 'class')} absent from the trusted set: {listing(absent)}. No "
-            "trusted row shows what they look like; add a few of each."
+            "trusted row shows what they look like: only the training labels tell, and no accuracy is known; add a few "
+            "of each."
         )
     only = [name for name in classes if theirs[name] and not ours[name] and name not in train.answers]
     unknown = [f"{name!r} ({several(theirs[name], 'trusted row')})" for name in only]
