@@ -109,6 +109,7 @@ def task_of(row: dict[str, Any]) -> Task:
 
 
 LENGTHS: dict[Network, Plan] = {"resnet18": Plan(), "cnn": Plan(short=0.25, inner=0.1, rate=0.0)}
+"""The plans with the usual batches."""
 
 
 def plan_of(batch: int, network: Network = "resnet18") -> Plan:

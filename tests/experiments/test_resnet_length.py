@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from experiments.paper import (
     cleaning,
     image_contest,
     references,
-    resnet_batches,
     resnet_cosines,
     resnet_length,
     resnet_length_page,
@@ -28,32 +26,7 @@ from experiments.paper.recipe import Verdict
 from experiments.paper.resnet_runs import Shuffled, Size
 from experiments.pieces import Lines
 from hyperkron.solution import HyperkronError
-
-PLAN = Plan(steps=20, seeds=3, inner=0.05, rate=0.0)
-"""With trials, as the first runs had them."""
-FAST = {"AID-KFAC": 1.0, "MRBO-KFAC": 1.0}
-
-
-def row(task: Task, loss: float, *, at: int = 900, failed: bool = False) -> dict[str, Any]:
-    """A finished run whose held-out loss was lowest ``at`` a step."""
-    best = {"second_loss": loss, "test_loss": loss, "test_error": 0.5, "step": at}
-    named = {"method": task.name, "setting": task.setting, "seed": task.seed, "wanted": task.steps}
-    named |= {"steps": task.steps, "seconds": 2.0, "step_ms": 100.0}
-    weights = {"f1": 0.8, "visits": 12.0, "mean_right": 0.7, "mean_wrong": 0.3}
-    curve = {"step": [0, 20], "test_loss": [2.3, loss], "test_error": [0.9, 0.5]}
-    return {**named, **weights, "failed": failed, "best": best, "last": best, "curve": curve}
-
-
-def played(
-    names: list[str], loss: Callable[[Task], float], plan: Plan = PLAN, **more: Any
-) -> tuple[Contest, list[Task]]:
-    """A contest in which everything was run, and in which order."""
-    rows: list[dict[str, Any]] = []
-    order: list[Task] = []
-    while todo := [task for _, task in Contest(rows, plan, names).missing()]:
-        order += todo
-        rows += [row(task, loss(task), **more) for task in todo]
-    return Contest(rows, plan, names), order
+from image_contests import FAST, PAIRED, PLAN, judged, played, row
 
 
 def test_a_damping_that_wins_at_the_edge_is_not_the_last_one_tried() -> None:
@@ -161,17 +134,6 @@ def test_runs_are_shown_by_the_step_size_of_theta() -> None:
     assert "| 0.01 | AID-identity | 1.500 |" in text and "| 0.001 | AID-identity | 1.500 |" in text
 
 
-def judged(level: dict[str, float], plan: Plan = PLAN, **more: Any) -> Contest:
-    """A contest whose methods have these losses, with a little noise by seed."""
-    names = list(level)
-
-    def loss(task: Task) -> float:
-        return level[task.name] + 0.01 * task.seed * (1 + 0.1 * len(task.name) % 7)
-
-    return played(names, loss, plan, **more)[0]
-
-
-PAIRED = {"AID-KFAC": 1.2, "AID-CG-3": 1.5, "AmIGO": 1.5, "MRBO": 1.6, "MRBO-KFAC": 1.4, "trusted only": 1.1}
 SLOW = {"AID-CG-3": 2.0, "AmIGO": 2.0, "MRBO": 2.0}
 
 
@@ -247,30 +209,6 @@ def test_the_tables_and_the_figure(tmp_path: Path) -> None:
 def test_the_page_has_the_recorded_tables(batch: str, capsys: pytest.CaptureFixture[str]) -> None:
     resnet_length.main(["--table", "--batch", batch])
     assert capsys.readouterr().out.strip() in (records.PAGES / "resnet-length.md").read_text("utf-8")
-
-
-def test_the_pages_have_the_tables_of_figures_3_and_5(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, page in ((["--sizes"], "resnet-length.md"), (["--table", "--network", "cnn"], "cnn-length.md")):
-        resnet_length.main(arguments)
-        assert capsys.readouterr().out.strip() in (records.PAGES / page).read_text("utf-8")
-
-
-def test_what_the_page_says_of_the_cnn() -> None:
-    """θ's step size by the rule, winners inside their grids, every trial of the others below KFAC's best."""
-    rows = Lines(resnet_length.result_of(1000, "cnn")).rows
-    contest = Contest(rows, image_contest.plan_of(1000, "cnn"))
-    assert resnet_length_page.judgement("Figure 5", batch=1000, network="cnn").verdict is Verdict.FAILED
-    names = ("AID-KFAC", "AID-CG-3", "AmIGO")
-    trials = {name: [contest.done[key(task)] for task in contest.trials(name, OWN)] for name in names}
-    held_out = {name: [image_contest.loss_of(x) for x in of] for name, of in trials.items()}
-    assert max(held_out["AID-CG-3"] + held_out["AmIGO"]) < 1.11 < 1.13 < min(held_out["AID-KFAC"])
-    for name, own in (("AID-KFAC", "damping"), ("AID-CG-3", "damping"), ("AmIGO", "step")):
-        won = contest.winner(name, OWN)
-        for which in ("outer", own):
-            tried = [x["setting"][which] for x in trials[name]]
-            assert won is not None and min(tried) < won[which] < max(tried), (name, which)
-    pilot = Contest(rows, image_contest.LENGTHS["resnet18"]._replace(inner=0.1)).results("AID-KFAC")
-    assert resnet_length_page.visits(pilot[0]).never < 0.11
 
 
 def test_what_the_page_says_of_the_runs() -> None:
@@ -389,36 +327,6 @@ def test_a_run_that_the_deadline_cuts_short_goes_on(tmp_path: Path) -> None:
     kept = resnet_length.saved(task, tmp_path, 1e9)
     cut = resnet_length.run(task, split, size, plan, deadline=0.0, kept=kept)
     assert cut["steps"] == 1 and resnet_length.run(task, split, size, plan, kept=kept)["steps"] == 3
-
-
-def test_figure_3_counts_the_sizes_at_which_weights_were_updated() -> None:
-    """Below CG at all five sizes, at three of them, at none; two sizes that count are too few."""
-    level = {"AID-KFAC": 1.2, "AID-CG-3": 1.5}
-    every = {size: judged(level) for size in resnet_batches.SIZES}
-    assert resnet_batches.verdict(every).verdict is Verdict.REPRODUCED
-    early = judged(level, at=80)  # a batch is 1/80 of the rows
-    three = {**every, 250: early, 500: early}
-    found = resnet_batches.verdict(three)
-    assert found.verdict is Verdict.TREND and "250 -0.3" in found.because and "(too few" in found.because
-    worse = judged({"AID-KFAC": 1.5, "AID-CG-3": 1.2})
-    assert resnet_batches.verdict({**three, 5000: worse}).verdict is Verdict.FAILED
-    assert resnet_batches.verdict({**three, 1250: Contest([], PLAN)}).verdict is Verdict.REFUSED
-    assert "| 250 | AID-CG-3 | 3 | 1.5" in resnet_batches.table(three)
-
-
-def test_the_time_of_a_step_does_not_count_for_the_cnn() -> None:
-    slow = judged(PAIRED)
-    assert resnet_length_page.verdict(slow, FAST).verdict is Verdict.TREND
-    assert resnet_length_page.verdict(slow, None).verdict is Verdict.REPRODUCED
-    assert resnet_length_page.verdicts(slow, FAST, "cnn").keys() == {"Figure 5"}
-
-
-def test_the_cnn_has_its_own_plan_records_and_times() -> None:
-    assert image_contest.plan_of(1000, "cnn").steps == 1000 and image_contest.plan_of(2500, "cnn").steps == 400
-    assert resnet_length.result_of(1000, "cnn").name == "cnn-length.jsonl"
-    assert resnet_length.times_of("cnn") != resnet_length.times_of("resnet18")
-    layers = [type(x).__name__ for x in resnet_runs.network(0, Size(network="cnn")).modules()]
-    assert layers.count("Conv2d") == 3 and layers.count("Linear") == 1
 
 
 @pytest.mark.long

@@ -25,7 +25,7 @@ LITTLE = 0.1
 SHARES = (1.0, 0.75, 0.5, 1 / 3)
 """Of the epochs, to which training is shortened before alternatives are left out."""
 FURTHER = (0.2, 0.1)
-"""Of the epochs, to which it is shortened after that; but to no less than one epoch, and to no fewer steps."""
+"""Of the epochs, to which it is shortened after that, but not below one epoch or below the least number of steps."""
 ONE_PROCESS = "The budget is planned as if there were one process; with several the run may take less time."
 """What is said where several processes share the work."""
 
