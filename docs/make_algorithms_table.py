@@ -21,30 +21,43 @@ INTRODUCTION = """\
 
 <!-- Written by docs/make_algorithms_table.py from the code; do not edit. -->
 
-f is the outer objective, g the inner one, b = ∂_θ f, H = ∂²_θθ g, and X(v) = ∂_λ⟨∂_θ g, v⟩ the cross term. *Calls*
-are the evaluations in one step (one update of λ): ∂f and ∂g are gradients, Hv is a Hessian product. *Counted* is
-the number of evaluations of g and f in the second step with default arguments (AID: `cg(3)`; several products can
-share one evaluation), measured by this script. *Memory* is what is kept in addition to θ, λ and their optimizers.
-*Accuracy* is what is proven for a strongly convex inner problem; `tests/algorithms/test_accuracy.py` checks it on
-quadratics with a known solution.
+Which algorithm? Start with `AID`; the table ["When to use them"](#when-to-use-them-and-their-arguments) has the others.
 
 Every algorithm runs in `hyperkron.fit`, with any projection of λ and any `torch.optim` optimizer on both levels in
 place of its own `inner_rate` and `outer_rate`. If `hypergradient` is an argument, it accepts any curvature and
 solver: `AID(kfac())`, `AmIGO(hypergradient=kfac())`, `MRBO(kfac())`, `StocBiO(hypergradient=kfac())`,
 `TGDA(ekfac())`. It measures A on the inner batch, or on separate batches: `fit(..., curvature_data=...)`.
+
+Here f is the outer objective, g the inner one, b = ∂_θ f, H = ∂²_θθ g, X(v) = ∂_λ⟨∂_θ g, v⟩ the cross term.
+
+- *Calls* are the evaluations in one step (one update of λ): ∂f and ∂g are gradients, Hv is a Hessian product.
+- *Counted* is the number of evaluations of g and f in the second step with default arguments (AID: `cg(3)`),
+  measured by this script. Several products can share one evaluation.
+- *Memory* is what is kept in addition to θ, λ and their optimizers.
+- *Accuracy* is what is proven for a strongly convex inner problem. `tests/algorithms/test_accuracy.py` checks it on
+  quadratics with a known solution.
 """
 
 REST = """
 ## Where they converge
 
 Some algorithms converge to the optimum λ*. Others are biased by design: they solve a slightly different problem. On
-the quadratic test problems the limit of each algorithm is known in closed form, and each must reach it to a
-relative error of 1e-6 (SRBA 1e-4), with step sizes that follow from the problem's constants by one rule. *Bias* is
-the distance of the limit from λ*, relative to ‖λ*‖, with the constants of the case. Most of these are chosen to
-make the bias visible and are not the defaults. The order in which it shrinks is tested too: 1/penalty for F2SA,
-PBGD, ScaleBiO and MEHA, margin and 1/r for BVFSM, ϵ^(1/3) for BOME, (1 − ηµ)^K for a series of K terms and for K
-unrolled steps, δ for damping, √δ where KFAC splits it between its factors. The random estimates of TTSA, BSA,
-SUSTAIN and PZOBO are replaced by their expectation here.
+the quadratic test problems the limit of each algorithm is known in closed form. A test requires each to reach it to a
+relative error of 1e-6 (SRBA 1e-4), with step sizes that follow from the problem's constants by one rule. The random
+estimates of TTSA, BSA, SUSTAIN and PZOBO are replaced by their expectation here.
+
+*Bias* is the distance of the limit from λ*, relative to ‖λ*‖, with the constants of the case. Most of these are not
+the defaults but make the bias visible. How fast the bias shrinks is tested too:
+
+| algorithm | order of the bias |
+| --- | --- |
+| F2SA, PBGD, ScaleBiO, MEHA | 1/penalty |
+| BVFSM | margin and 1/r |
+| BOME | ϵ^(1/3) |
+| a series of K terms, K unrolled steps | (1 − ηµ)^K |
+| damping | δ; √δ where KFAC splits it between its factors |
+
+The limits:
 """
 
 
