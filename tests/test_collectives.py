@@ -1,15 +1,18 @@
-"""Processes that wait for each other outside a collective."""
+"""Processes that wait for each other outside a collective, and derivatives of what they add up."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from hyperkron import collectives, solution
-from hyperkron.collectives import Group
+from hyperkron.collectives import Group, replicated
 
 
 def two() -> list[Group]:
@@ -42,3 +45,22 @@ def test_a_process_that_is_alone_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(solution, "_warned", set())
     with pytest.warns(solution.HyperkronWarning, match=r"process 0 is alone in Run.save.* others are over 0.01 s late"):
         two()[0].meet("Run.save", dist.HashStore())
+
+
+class Twins(Group):
+    """Two processes that hold the same, seen from one of them."""
+
+    def sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [2 * x for x in tensors]
+
+
+def test_derivatives_of_every_order_are_those_of_the_sum_over_processes() -> None:
+    """J = Σ_r exp θ: ‖∂J‖² = 4 exp 2θ has derivatives that pass through a gradient, whose own derivative is summed."""
+    theta = torch.tensor([0.5, -1.0], dtype=torch.float64, requires_grad=True)
+    here = replicated(Twins(), {"theta": theta})["theta"]
+    (found,) = torch.autograd.grad(here.exp().sum(), theta, create_graph=True)
+    found = found.square().sum()
+    for order in (1, 2, 3):
+        (slope,) = torch.autograd.grad(found, theta, create_graph=True)
+        torch.testing.assert_close(slope, 4 * 2**order * (2 * theta).exp())
+        found = slope.sum()

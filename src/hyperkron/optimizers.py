@@ -200,10 +200,8 @@ class LevelOptimizer:
 
     def step(self, direction: Tree) -> None:
         """Move against ``direction``, as the optimizer moves against a gradient; then project."""
-        by_rows = isinstance(self.optimizer, torch.optim.SparseAdam)  # which takes no dense gradient
         for name, p in self.params.items():
-            x = direction[name].detach()
-            p.grad = x.to_sparse(1) if by_rows and not x.is_sparse else x
+            p.grad = direction[name].detach()
         self.update()
 
     def update(self, step: Callable[[], object] | None = None) -> None:
@@ -212,10 +210,14 @@ class LevelOptimizer:
         ``step`` is another way to take the optimizer's step, such as replaying a recording of it.
         """
         if self.clip is not None:
-            gradients = {name: p.grad for name, p in self.params.items() if p.grad is not None}
+            present = {name: p.grad for name, p in self.params.items() if p.grad is not None}
+            gradients = {name: g.to_dense() if g.is_sparse else g for name, g in present.items()}
             ratio = self.clip / trees.norm(gradients).clamp(min=torch.finfo(torch.float32).tiny)
             for name, g in trees.scale(gradients, ratio.clamp(max=1.0)).items():
                 self.params[name].grad = g
+        if isinstance(self.optimizer, torch.optim.SparseAdam):  # it takes no dense gradient
+            for p in self.params.values():
+                p.grad = p.grad if p.grad is None or p.grad.is_sparse else p.grad.to_sparse(1)
         if self._plain:
             self._descend()
         elif self.scaler is None or not self.scaler.is_enabled():
@@ -292,7 +294,8 @@ class LevelOptimizer:
         """A copy of the parameters with a fresh optimizer of the same kind and settings.
 
         Methods that follow a second point of the inner problem (F2SA's z, BOME's θ̂) move it this way. With ``memory``
-        the optimizer begins with a copy of this one's state (moments, counted steps), as PZOBO's runs do.
+        the optimizer begins with a copy of this one's state (moments, counted steps), and the scaler is this one's
+        own, as in PZOBO's runs.
         """
         points: Tree = {name: nn.Parameter(p.detach().clone()) for name, p in self.params.items()}
         of = {id(p): points[name] for name, p in self.params.items()}
@@ -305,7 +308,8 @@ class LevelOptimizer:
         optimizer = type(self.optimizer)(groups, **settings)
         if memory:
             optimizer.state.update({of[id(p)]: copies(self.optimizer.state.get(p, {})) for p in self.params.values()})
-        made = LevelOptimizer(points, Updates(optimizer, clip=self.clip), Rate(0.0))
+        updates = Updates(optimizer, clip=self.clip, scaler=self.scaler if memory else None)
+        made = LevelOptimizer(points, updates, Rate(0.0))
         made._plain = self._plain
         return made
 

@@ -26,6 +26,12 @@ FIRST_ORDER: dict[str, tuple[Any, int]] = {
 }
 """Algorithms that evaluate more than θ's own steps, and how many of those one step has."""
 
+FOUR = hk.BilevelProblem(
+    lambda m, w, b: hk.losses.cross_entropy(m(b[0]), b[1], weight=w(torch.arange(4))),
+    lambda m, w, b: hk.losses.cross_entropy(m(b[0]), 1 - b[1]),
+)
+"""Weights of four examples."""
+
 
 class Counting(nn.Module):
     """A linear layer, or a network of λ, that counts its calls in a buffer which every call replaces."""
@@ -58,29 +64,22 @@ def test_sparse_embeddings_move_as_dense_ones(name: str) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(5, 3, sparse=sparse), nn.Linear(3, 2)).double()
         weights, batch = hk.SampleWeights(4, "sigmoid").double(), (torch.tensor([0, 3, 3, 1]), torch.arange(4) % 2)
-        problem = hk.BilevelProblem(
-            lambda m, w, b: hk.losses.cross_entropy(m(b[0]), b[1], weight=w(torch.arange(4))),
-            lambda m, w, b: hk.losses.cross_entropy(m(b[0]), 1 - b[1]),
-        )
-        state = FIRST_ORDER[name][0].init(problem, model, weights)
+        state = FIRST_ORDER[name][0].init(FOUR, model, weights)
         for _ in range(2):
             FIRST_ORDER[name][0].step(state, hk.algorithms.BatchSources(batch, batch))
         ends.append(torch.cat([p.detach().flatten() for p in (*model.parameters(), *weights.parameters())]))
     torch.testing.assert_close(*ends)
 
 
+@pytest.mark.parametrize("clip", [None, 1e-3])
 @pytest.mark.parametrize("name", FIRST_ORDER)
-def test_sparse_adam_moves_the_rows_in_use_only(name: str) -> None:
-    """It takes no dense gradients, and algorithms compute with dense ones."""
+def test_sparse_adam_moves_the_rows_in_use_only(name: str, clip: float | None) -> None:
+    """It takes no dense gradients, and algorithms compute with dense ones, as clipping does."""
     torch.manual_seed(0)
     model, weights = nn.Embedding(5, 3, sparse=True).double(), hk.SampleWeights(4, "sigmoid").double()
     before, batch = model.weight.detach().clone(), (torch.tensor([0, 3, 3, 1]), torch.arange(4) % 2)
-    problem = hk.BilevelProblem(
-        lambda m, w, b: hk.losses.cross_entropy(m(b[0]), b[1], weight=w(torch.arange(4))),
-        lambda m, w, b: hk.losses.cross_entropy(m(b[0]), 1 - b[1]),
-    )
     optimizer = torch.optim.SparseAdam(model.parameters(), lr=0.01)
-    state = FIRST_ORDER[name][0].init(problem, model, weights, inner=optimizer)
+    state = FIRST_ORDER[name][0].init(FOUR, model, weights, inner=Updates(optimizer, clip=clip))
     for _ in range(2):
         FIRST_ORDER[name][0].step(state, hk.algorithms.BatchSources(batch, batch))
     decays = name == "BVFSM"  # it adds ‖θ‖² to both losses
@@ -132,3 +131,16 @@ def test_pzobo_refuses_a_learning_rate_that_changes_within_a_run() -> None:
     updates = Updates(optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), schedule="update")
     with pytest.raises(hk.HyperkronError, match=r"schedule='update'.*schedule='step'"):
         hk.algorithms.PZOBO().init(problem.problem(), model, hyper, inner=updates)
+
+
+def test_pzobo_leaves_out_the_same_steps_in_every_run() -> None:
+    """Under a scale at which every step overflows θ stays where it is in all runs, and so does λ."""
+    torch.manual_seed(0)
+    model, weights, batch = nn.Linear(3, 2), hk.SampleWeights(4, "sigmoid"), (torch.randn(4, 3), torch.arange(4) % 2)
+    before, scaler = weights.weight.detach().clone(), torch.amp.GradScaler("cpu", init_scale=2.0**100)
+    inner = Updates(torch.optim.SGD(model.parameters(), lr=0.1), autocast=torch.float16, scaler=scaler)
+    algorithm = hk.algorithms.PZOBO(3, samples=2)
+    state = algorithm.init(FOUR, model, weights, inner=inner)
+    algorithm.step(state, hk.algorithms.BatchSources(batch, batch))
+    assert torch.equal(weights.weight, before)
+    assert scaler.get_scale() == 2.0**97  # halved by the three steps of θ, not by those of the other runs

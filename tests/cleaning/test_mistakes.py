@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -255,10 +256,18 @@ def test_a_sheet_that_is_not_there_is_refused_with_the_names_of_the_others(
 
     monkeypatch.setitem(sys.modules, "openpyxl", types.ModuleType("openpyxl"))
     monkeypatch.setattr(pandas, "read_excel", missing)
-    monkeypatch.setattr(pandas, "ExcelFile", lambda path: types.SimpleNamespace(sheet_names=["Rows", "Checked"]))
+    closed: list[bool] = []
+
+    @contextlib.contextmanager
+    def book(path: Path) -> Iterator[types.SimpleNamespace]:
+        yield types.SimpleNamespace(sheet_names=["Rows", "Checked"])
+        closed.append(True)
+
+    monkeypatch.setattr(pandas, "ExcelFile", book)
     wanted = r"has no sheet 'Cheked'\. Did you mean 'Checked'\? Its sheets are 'Rows', 'Checked'\."
     with pytest.raises(HyperkronError, match=wanted):
         read(f"{tmp_path / 'book.xlsx'}:Cheked")
+    assert closed == [True]
 
 
 def test_sheets_data_frames_datasets_and_sparse_matrices_are_read(

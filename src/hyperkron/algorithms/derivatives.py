@@ -126,13 +126,9 @@ def gradients(
         found = torch.autograd.grad(value, wanted, allow_unused=True)
         if scaler is not None:
             found = tuple(g if g is None else g / scaler.get_scale() for g in found)
-    filled = [torch.zeros_like(p) if g is None else _dense(g) for p, g in zip(wanted, found, strict=True)]
+    filled = trees.filled(wanted, found)
     by_hyper = dict(zip(state.hypers, filled[len(state.params) :], strict=True)) if hyper else {}
     return Gradients(loss.value.detach(), dict(zip(state.params, filled, strict=False)), by_hyper)
-
-
-def _dense(g: Tensor) -> Tensor:
-    return g.to_dense() if g.is_sparse else g
 
 
 def descend(state: State, batches: BatchSources, steps: int) -> Tensor | None:

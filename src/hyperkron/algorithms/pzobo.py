@@ -11,6 +11,7 @@ from hyperkron import trees
 from hyperkron.algorithms import derivatives
 from hyperkron.algorithms.base import Algorithm, Count, Positive, State, StepReport
 from hyperkron.batches import BatchSources
+from hyperkron.optimizers import load_scaler
 from hyperkron.solution import HyperkronError
 from hyperkron.trees import Tree
 
@@ -22,8 +23,8 @@ class PZOBO(Algorithm):
         θ_T(λ): T inner steps from θ ;      u_q ~ N(0, I), q ≤ Q
         λ ← λ − γ [ ∂_λ f + (1/Q) Σ_q u_q ⟨(θ_T(λ + µu_q) − θ_T(λ))/µ, ∂_θ f⟩ ] ;      θ ← θ_T(λ)
 
-    All runs use the same batches and random numbers, and start from the same θ and the same state of the optimizer.
-    λ + µu may leave the set that λ is projected onto: g must be defined within about 3µ of it.
+    All runs use the same batches and random numbers, and start from the same θ and the same state of the optimizer
+    and of its scaler. λ + µu may leave the set that λ is projected onto: g must be defined within about 3µ of it.
 
     Reference: Sow, Ji & Liang, "On the convergence theory for Hessian-free bilevel algorithms" (NeurIPS 2022).
 
@@ -65,11 +66,15 @@ class PZOBO(Algorithm):
         return state.finish(found.value, direction, inner.value)
 
     def _run(self, state: State, inner_batches: list[Any]) -> Tree:
-        """θ_T from the current θ at the current λ; model, optimizer and random states are left as they were."""
+        """θ_T from the current θ at the current λ; model, optimizer, scaler and random states are left as they were."""
         twin, device = state.inner.twin(memory=True), state.generator.device
         devices = [] if device.type == "cpu" else [device]
+        scaler = twin.scaler
+        kept = {} if scaler is None else scaler.state_dict()
         with derivatives.kept_buffers(state), torch.random.fork_rng(devices, device_type=device.type):
             for batch in inner_batches:
                 found = derivatives.gradients(state, "inner", batch, theta=twin.params, live=True, hyper=False)
                 twin.step(found.theta)
+        if scaler is not None:
+            load_scaler(scaler, kept)
         return twin.values()

@@ -367,8 +367,10 @@ class Outcome:
 def clean_labels(works: Sequence[Work]) -> list[Outcome]:
     """For each view everything up to the verdict on each row and the evidence for the network."""
     alone, noisy = trusted_expert(works), noisy_expert(works)
-    for work, a, said in zip(works, alone, noisy, strict=True):
-        a.update({name: with_unseen(told, said, work.given[work.trusted]) for name, told in a.items()})
+    alone = [  # not in place: they are a stage
+        {name: with_unseen(told, said, work.given[work.trusted]) for name, told in a.items()}
+        for work, a, said in zip(works, alone, noisy, strict=True)
+    ]
     matrix = matrix_expert(works, noisy)
     trees = noisy_forest(works[0]) if works[0].trees else None
     more = [p for p in (trees, works[0].probabilities) if p is not None]

@@ -181,7 +181,8 @@ def _sheet(place: Place) -> Any:
         raise
     except Exception as error:  # the readers raise errors of several libraries
         if place.part and str(error).startswith("Worksheet named"):
-            names = pandas.ExcelFile(path).sheet_names
+            with pandas.ExcelFile(path) as book:
+                names = book.sheet_names
             raise HyperkronError(
                 f"{str(path)!r} has no sheet {place.part!r}.{nearest(place.part, names)} Its sheets are "
                 f"{listing(map(repr, names))}."
