@@ -37,6 +37,30 @@ def prepare(steps: int = 5, algorithm: Any = None, data: Any = None, **options: 
     )
 
 
+@pytest.mark.parametrize("level", ["model", "hyper"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_parameters_that_are_frozen_or_unfrozen_in_a_run_are_named(level: str, frozen: bool) -> None:
+    """An unfrozen one was counted by hypergradients as part of θ, but never moved; the run is as it was."""
+    model, hyper = PROBLEM.modules()
+    module = {"model": model, "hyper": hyper}[level]
+    module.other = nn.Parameter(torch.ones(2, dtype=torch.float64), requires_grad=frozen)
+
+    class Switching(Callback):
+        def on_step(self, run: Any, report: Any) -> None:
+            if report.step == 1:
+                module.other.requires_grad_(not frozen)
+
+    run = hk.fit(PROBLEM.problem(), model, hyper, hk.algorithms.aid_cg(3), *PROBLEM.data(), steps=0)
+    run.callbacks.append(Switching())
+    word = "frozen" if frozen else "unfrozen"
+    with pytest.raises(
+        hk.HyperkronError, match=rf"{level} parameter other \(and 0 others\) was {word} .*call fit again"
+    ):
+        run.advance(4)
+    assert run.state.step == len(run.history) == 2
+    hk.fit(PROBLEM.problem(), model, hyper, hk.algorithms.aid_cg(3), *PROBLEM.data(), steps=1)
+
+
 # --- projections -------------------------------------------------------------------------------------------
 
 POINTS = st.lists(st.floats(-5, 5), min_size=1, max_size=6).map(lambda x: torch.tensor(x, dtype=torch.float64))
