@@ -315,7 +315,7 @@ class LevelOptimizer:
         scheduler = {} if self.scheduler is None else self.scheduler.state_dict()
         return {
             "state": {str(key): copies(value) for key, value in memory["state"].items()},
-            "groups": {str(key): dict(group) for key, group in enumerate(memory["param_groups"])},
+            "groups": {str(key): copies(group) for key, group in enumerate(memory["param_groups"])},
             "scheduler": {key: value for key, value in scheduler.items() if not callable(value)},
             "factor": self.factor,
             **({} if self.scaler is None else {"scaler": self.scaler.state_dict()}),

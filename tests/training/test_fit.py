@@ -162,6 +162,26 @@ def loaders() -> tuple[Any, Any]:
     )
 
 
+def test_a_state_keeps_a_rate_that_is_a_tensor() -> None:
+    """Schedulers write to its memory: the state that was taken had the rate of the last step."""
+    model, hyper = PROBLEM.modules()
+    optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1))
+    updates = hk.algorithms.Updates(optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+    algorithm = hk.algorithms.aid_cg(3)
+    run = hk.fit(PROBLEM.problem(), model, hyper, algorithm, *PROBLEM.data(), steps=1, inner_optimizer=updates)
+    state = run.state_dict()
+    run.advance(2)
+    run.load_state_dict(state)
+    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.05)
+
+
+def test_a_function_without_further_batches_is_named() -> None:
+    inner, outer = PROBLEM.data()
+    left = iter([inner, inner])
+    with pytest.raises(hk.HyperkronError, match=r"<lambda> has no more batches .*pass the loader itself"):
+        prepare(3, hk.algorithms.aid_cg(3, inner_steps=1), (lambda: next(left), outer))
+
+
 def test_loaders_functions_and_batches_are_data() -> None:
     inner, outer = PROBLEM.data()
     for data in (loaders(), (inner, outer), (lambda: inner, lambda: outer)):

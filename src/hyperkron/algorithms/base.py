@@ -129,9 +129,9 @@ class State:
             if changed:
                 what = "unfrozen" if changed[0] in now else "frozen"
                 raise HyperkronError(
-                    f"{argument} parameter {changed[0]} (and {len(changed) - 1} others) was {what} after the run was made, "
-                    "but a run trains the parameters it began with; call fit again, which goes on from θ and λ as they "
-                    "are (with an optimizer that holds the parameters that are trained now)."
+                    f"{argument} parameter {changed[0]} (and {len(changed) - 1} others) was {what} after the run was "
+                    "made, but a run trains the parameters it began with; call fit again, which goes on from θ and λ "
+                    "as they are (with an optimizer that holds the parameters that are trained now)."
                 )
 
     def finish(
