@@ -172,7 +172,7 @@ def test_what_is_better_on_the_way_is_reported_as_the_value_is(
         prune.function(run)
     (found,) = queue.study.get_trials()
     assert found.intermediate_values == {1: sign * 0.75, 3: sign * 0.25}
-    with pytest.raises(KeyError, match="loss is no column at step 3, only "):
+    with pytest.raises(KeyError, match="step 3 has no column loss, only "):
         trial.pruning("loss").function(run)
 
 

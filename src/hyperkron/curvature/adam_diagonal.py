@@ -94,7 +94,7 @@ def _adam_jacobian(members: list[Tensor], memory: list[dict[str, Tensor]], group
     gradients = [_wide(p.grad) for p in members if p.grad is not None]
     if group.get("weight_decay") and group.get("decoupled_weight_decay") is False:  # it is in the moments, too
         now = [_wide(p.detach()) for p in members]  # one step after θ of the moments
-        gradients = torch._foreach_add(gradients, now, alpha=float(group["weight_decay"]))
+        gradients = list(torch._foreach_add(gradients, now, alpha=float(group["weight_decay"])))
     first, second = [_wide(x["exp_avg"]) for x in memory], [_wide(x["exp_avg_sq"]) for x in memory]
     top = torch._foreach_mul(second, rate * (1 - beta1))
     torch._foreach_addcmul_(top, gradients, first, value=-rate * (1 - beta2))

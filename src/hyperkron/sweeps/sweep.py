@@ -56,7 +56,7 @@ class Trial:
 
         def function(run: Run) -> None:
             if figure not in run.row:
-                raise KeyError(f"{figure} is no column at step {run.state.step}, only {', '.join(run.row)}.")
+                raise KeyError(f"step {run.state.step} has no column {figure}, only {', '.join(run.row)}.")
             value = run.row[figure]
             if value is not None:  # as after a step that was skipped
                 self.report(value if mode == self._way else -float(value), run.state.step)
