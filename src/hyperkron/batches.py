@@ -60,7 +60,13 @@ class FunctionSource(Source):
         self.function = function
 
     def next(self) -> Any:
-        return self.function()
+        try:
+            return self.function()
+        except StopIteration as end:
+            raise HyperkronError(
+                f"{getattr(self.function, '__name__', 'the function')} has no more batches (StopIteration), but a run "
+                "may need any number; begin again there, or pass the loader itself."
+            ) from end
 
 
 class Loader(Source):

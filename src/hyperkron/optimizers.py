@@ -159,14 +159,25 @@ class LevelOptimizer:
         self._project()
 
     def refuse(self, others: Tree, level: str) -> None:
-        """Refuse to be the optimizer of this ``level`` and to move the parameters of the other one."""
-        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        """Refuse to be the optimizer of this ``level`` and to move the parameters of the other one; those of neither
+        are warned of."""
+        held = {id(p): p for group in self.optimizer.param_groups for p in group["params"]}
         foreign = [name for name, p in others.items() if id(p) in held]
         if foreign:
             whose, other = ("model", "hyper") if level == "inner" else ("hyper", "model")
             raise HyperkronError(
                 f"{level}_optimizer also holds {foreign[0]} (and {len(foreign) - 1} others) of {other}; give it "
                 f"{whose}.parameters() alone: each level is moved by its own optimizer."
+            )
+        own = {id(p) for p in self.params.values()}
+        strangers = [tuple(p.shape) for key, p in held.items() if p.requires_grad and key not in own]
+        if strangers:
+            whose = "model" if level == "inner" else "hyper"
+            warn_once(
+                f"{level}-strangers {strangers}",
+                f"{level}_optimizer also holds a parameter of shape {strangers[0]} (and {len(strangers) - 1} others) "
+                f"that is not one of {whose}, so this run never moves it; to train it, pass as {whose} one module that "
+                "holds it too, such as a criterion with parameters of its own.",
             )
 
     def warn_of_decay(self) -> None:
@@ -319,7 +330,7 @@ class LevelOptimizer:
         scheduler = {} if self.scheduler is None else self.scheduler.state_dict()
         return {
             "state": {str(key): copies(value) for key, value in memory["state"].items()},
-            "groups": {str(key): dict(group) for key, group in enumerate(memory["param_groups"])},
+            "groups": {str(key): copies(group) for key, group in enumerate(memory["param_groups"])},
             "scheduler": {key: value for key, value in scheduler.items() if not callable(value)},
             "factor": self.factor,
             **({} if self.scaler is None else {"scaler": self.scaler.state_dict()}),

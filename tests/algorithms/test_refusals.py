@@ -116,12 +116,16 @@ def test_an_optimizer_that_maximises_is_refused(level: str) -> None:
             hk.sama(optimizer).compute(problem.problem(), model, hyper, *problem.data())
 
 
-def test_parameters_of_neither_level_may_be_in_an_optimizer() -> None:
+def test_parameters_of_neither_level_may_be_in_an_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hyperkron.solution._warned", set())
     problem = Quadratic()
     model, hyper = problem.modules()
     other = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([*model.parameters(), other], lr=0.1)
-    hk.algorithms.aid_cg().init(problem.problem(), model, hyper, inner=optimizer)
+    with pytest.warns(
+        hk.HyperkronWarning, match=r"inner_optimizer also holds a parameter of shape \(2,\) .*never moves"
+    ):
+        hk.algorithms.aid_cg().init(problem.problem(), model, hyper, inner=optimizer)
     hk.InnerLoop(problem.problem(), model, None, optimizer)
 
 

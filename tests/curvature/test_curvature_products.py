@@ -217,11 +217,12 @@ def test_ggn_refuses_a_plain_scalar() -> None:
     assert oracles.relative(result.grads, oracles.implicit(case, case.hessian(), damping=0.1)) < 1e-8
 
 
-@pytest.mark.parametrize("amsgrad", [False, True])
-def test_adam_diagonal_is_the_derivative_of_the_step(amsgrad: bool) -> None:
-    """D = ∂(m/√s)/∂g for each number, by autograd through Adam's moments."""
+@pytest.mark.parametrize(("amsgrad", "decay"), [(False, 0.0), (True, 0.0), (False, 0.5)])
+def test_adam_diagonal_is_the_derivative_of_the_step(amsgrad: bool, decay: float) -> None:
+    """D = ∂(m/√s)/∂g for each number, by autograd through Adam's moments, which a weight decay is part of."""
     model = nn.Linear(3, 2).to(DOUBLE)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, betas=(0.8, 0.9), eps=1e-300, amsgrad=amsgrad)
+    options: Any = {"betas": (0.8, 0.9), "eps": 1e-300, "amsgrad": amsgrad, "weight_decay": decay}
+    optimizer = torch.optim.Adam(model.parameters(), lr=(rate := 1e-12 if decay else 0.1), **options)
     for size in (1.0, 1.0, 0.3):  # with the last gradient some s grow and some fall
         optimizer.zero_grad()
         model(size * torch.randn(4, 3, dtype=DOUBLE)).square().sum().backward()
@@ -234,12 +235,12 @@ def test_adam_diagonal_is_the_derivative_of_the_step(amsgrad: bool) -> None:
         operator = curvature.operator(point, curvature.init())
         v, back = operator.solve(b), operator.matvec(operator.solve(b))
     for name, p in model.named_parameters():
-        g = p.grad.clone().requires_grad_()  # type: ignore[union-attr]
+        g = (p.grad + decay * p).detach().requires_grad_()  # type: ignore[operator]
         m = 0.8 * before[p]["exp_avg"] + 0.2 * g
         s = 0.9 * before[p]["exp_avg_sq"] + 0.1 * g.square()
         s = torch.maximum(s, before[p]["max_exp_avg_sq"]) if amsgrad else s
         (slope,) = torch.autograd.grad((m / s.sqrt()).sum(), g)
-        assert oracles.relative(v[name], 0.1 * slope) < 1e-10
+        assert oracles.relative(v[name], rate * slope) < 1e-10
         assert oracles.relative(back[name], b[name]) < 1e-12
     sgd = hk.curvature.AdamDiagonal(torch.optim.SGD(model.parameters(), lr=0.1))
     with case.point() as point:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 from unittest.mock import patch
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import cases
 import hyperkron as hk
 from hyperkron import trees
 from hyperkron.cross import ways
@@ -298,3 +300,30 @@ def test_numpy_random_numbers_are_the_same_in_every_evaluation_and_put_back(pend
         assert left() == before
     assert len(drawn) == 4 and len(set(drawn)) == 1
     assert np.random.randn() == drawn[0]
+
+
+@pytest.mark.parametrize(
+    "method", [hk.cg(3, 1.0), hk.kfac(1.0), hk.sama(), hk.unrolled(2)], ids=lambda m: type(m).__name__
+)
+@pytest.mark.parametrize("owner", ["nobody", "model", "hyper", "frozen"])
+def test_parameters_of_neither_level_that_the_inner_loss_uses_are_said(
+    method: Any, owner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a criterion are trained with the model, but were constants for hypergradients, without a word."""
+    monkeypatch.setattr("hyperkron.solution._warned", set())
+    case = cases.make(nn.Linear(3, 2), (3,), loss="cross_entropy")
+    scale = nn.Parameter(torch.ones((), dtype=torch.float64), requires_grad=owner != "frozen")
+    if owner in ("model", "hyper"):
+        getattr(case, owner).scale = scale
+
+    def inner(model: nn.Module, hyper: nn.Module, batch: Any) -> Any:
+        found: Tensor = getattr(model, "scale", getattr(hyper, "scale", scale))
+        return case.inner(model, hyper, batch) * found.exp()
+
+    problem = hk.BilevelProblem(inner, case.outer)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        method.fresh().compute(problem, *case.arguments[1:])
+    said = [str(one.message) for one in told if "neither to model nor to hyper" in str(one.message)]
+    assert len(said) == (owner == "nobody")
+    assert all("a parameter of shape () (and 0 others)" in one for one in said)

@@ -13,6 +13,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -146,6 +147,33 @@ def test_fit_is_pruned(tmp_path: Path) -> None:
     found = sweep(function, {"rate": Range(1e-3, 0.5, log=True)}, trials=8, storage=str(tmp_path / "s.db"))
     pruned = [t.number for t in found.trials if t.state == "pruned"]
     assert pruned and all(steps[n] < 4 for n in pruned) and all(steps[t.number] == 4 for t in found.ranked)
+
+
+@pytest.mark.parametrize(
+    ("maximize", "figure", "mode", "sign"),
+    [
+        (False, "outer_loss", None, 1.0),
+        (True, "outer_loss", None, -1.0),  # a lower loss is better also where the value is an accuracy
+        (True, "accuracy", None, 1.0),
+        (False, "accuracy", "max", -1.0),
+    ],
+)
+def test_what_is_better_on_the_way_is_reported_as_the_value_is(
+    tmp_path: Path, maximize: bool, figure: str, mode: str | None, sign: float
+) -> None:
+    queue = TrialQueue(str(tmp_path / "s.db"), "sweep", {"rate": Range(0.0, 1.0)}, maximize)
+    trial = Trial(queue, queue.take(1, 0))
+    seen = [0.75, None, 0.25]  # nothing is reported of a step that was skipped
+    run: Any = SimpleNamespace(row={}, state=SimpleNamespace(step=0))
+    prune = trial.pruning(figure, 1, mode)
+    for value in seen:
+        run.state.step += 1
+        run.row = {figure: value}
+        prune.function(run)
+    (found,) = queue.study.get_trials()
+    assert found.intermediate_values == {1: sign * 0.75, 3: sign * 0.25}
+    with pytest.raises(KeyError, match="step 3 has no column loss, only "):
+        trial.pruning("loss").function(run)
 
 
 # --- workers that die --------------------------------------------------------------------------------------

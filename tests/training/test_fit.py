@@ -37,6 +37,30 @@ def prepare(steps: int = 5, algorithm: Any = None, data: Any = None, **options: 
     )
 
 
+@pytest.mark.parametrize("level", ["model", "hyper"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_parameters_that_are_frozen_or_unfrozen_in_a_run_are_named(level: str, frozen: bool) -> None:
+    """An unfrozen one was counted by hypergradients as part of θ, but never moved; the run is as it was."""
+    model, hyper = PROBLEM.modules()
+    module = {"model": model, "hyper": hyper}[level]
+    module.other = nn.Parameter(torch.ones(2, dtype=torch.float64), requires_grad=frozen)
+
+    class Switching(Callback):
+        def on_step(self, run: Any, report: Any) -> None:
+            if report.step == 1:
+                module.other.requires_grad_(not frozen)
+
+    run = hk.fit(PROBLEM.problem(), model, hyper, hk.algorithms.aid_cg(3), *PROBLEM.data(), steps=0)
+    run.callbacks.append(Switching())
+    word = "frozen" if frozen else "unfrozen"
+    with pytest.raises(
+        hk.HyperkronError, match=rf"{level} parameter other \(and 0 others\) was {word} .*call fit again"
+    ):
+        run.advance(4)
+    assert run.state.step == len(run.history) == 2
+    hk.fit(PROBLEM.problem(), model, hyper, hk.algorithms.aid_cg(3), *PROBLEM.data(), steps=1)
+
+
 # --- projections -------------------------------------------------------------------------------------------
 
 POINTS = st.lists(st.floats(-5, 5), min_size=1, max_size=6).map(lambda x: torch.tensor(x, dtype=torch.float64))
@@ -136,6 +160,26 @@ def loaders() -> tuple[Any, Any]:
         DataLoader(TensorDataset(*inner), batch_size=2, shuffle=True),
         DataLoader(TensorDataset(*outer), batch_size=3, shuffle=True, generator=torch.Generator().manual_seed(4)),
     )
+
+
+def test_a_state_keeps_a_rate_that_is_a_tensor() -> None:
+    """Schedulers write to its memory: the state that was taken had the rate of the last step."""
+    model, hyper = PROBLEM.modules()
+    optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1))
+    updates = hk.algorithms.Updates(optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+    algorithm = hk.algorithms.aid_cg(3)
+    run = hk.fit(PROBLEM.problem(), model, hyper, algorithm, *PROBLEM.data(), steps=1, inner_optimizer=updates)
+    state = run.state_dict()
+    run.advance(2)
+    run.load_state_dict(state)
+    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.05)
+
+
+def test_a_function_without_further_batches_is_named() -> None:
+    inner, outer = PROBLEM.data()
+    left = iter([inner, inner])
+    with pytest.raises(hk.HyperkronError, match=r"<lambda> has no more batches .*pass the loader itself"):
+        prepare(3, hk.algorithms.aid_cg(3, inner_steps=1), (lambda: next(left), outer))
 
 
 def test_loaders_functions_and_batches_are_data() -> None:

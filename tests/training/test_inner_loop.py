@@ -67,6 +67,26 @@ def test_steps_are_those_of_the_optimizer(device: str, graph: bool) -> None:
     assert all(p.grad is None for p in weights.parameters())
 
 
+def test_parameters_may_be_frozen_and_unfrozen_between_steps() -> None:
+    """As in a loop of torch; one that was frozen at first was never moved, and freezing one was an error of torch."""
+    ends = []
+    for by_loop in (False, True):
+        problem, model, weights, batches = setting("cpu")
+        model[0].requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        loop = hk.InnerLoop(problem, model, weights, optimizer)
+        for number, batch in enumerate(batches):
+            model[0].requires_grad_(number == 1)
+            optimizer.zero_grad()
+            if by_loop:
+                loop.step(batch)
+            else:
+                problem.inner(model, weights, batch).backward()
+                optimizer.step()
+        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(*ends)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_steps_on_an_objective_that_keeps_what_lambda_makes_are_the_same(device: str) -> None:
     found, calls = {}, []

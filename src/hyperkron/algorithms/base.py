@@ -121,6 +121,19 @@ class State:
         """λ: the trainable parameters of hyper."""
         return self.outer.params
 
+    def check_trainable(self) -> None:
+        """Refuse parameters that were frozen or unfrozen since the optimizers were made."""
+        for argument, module, level in (("model", self.model, self.inner), ("hyper", self.hyper, self.outer)):
+            now = {name for name, p in module.named_parameters() if p.requires_grad}
+            changed = sorted(now ^ level.params.keys()) if level.params else []
+            if changed:
+                what = "unfrozen" if changed[0] in now else "frozen"
+                raise HyperkronError(
+                    f"{argument} parameter {changed[0]} (and {len(changed) - 1} others) was {what} after the run was "
+                    "made, but a run trains the parameters it began with; call fit again, which goes on from θ and λ "
+                    "as they are (with an optimizer that holds the parameters that are trained now)."
+                )
+
     def finish(
         self,
         outer_loss: Tensor | float | None,

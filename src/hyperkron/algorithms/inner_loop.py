@@ -70,9 +70,9 @@ class InnerLoop:
             raise HyperkronError(f"autocast={autocast!r} must be torch.bfloat16, torch.float16 or None.")
         if not isinstance(optimizer, LevelOptimizer):
             own = optimizer.optimizer if isinstance(optimizer, Updates) else optimizer
-            params = [p for group in own.param_groups for p in group["params"] if p.requires_grad]
+            params = [p for group in own.param_groups for p in group["params"]]
             hypers = {} if hyper is None else {id(p): name for name, p in hyper.named_parameters()}
-            if name := next((hypers[id(p)] for p in params if id(p) in hypers), ""):
+            if name := next((hypers[id(p)] for p in params if p.requires_grad and id(p) in hypers), ""):
                 raise HyperkronError(
                     f"optimizer holds {name} of hyper, which would be trained on the inner loss; give it "
                     "model.parameters() alone."
@@ -152,8 +152,10 @@ class InnerLoop:
             if not value.requires_grad:
                 raise HyperkronError("inner returned a loss that depends on neither model nor hyper; do not detach it.")
             scaled = value if self.scaler is None else self.scaler.scale(value)
-            found = torch.autograd.grad(scaled, self.params, allow_unused=True)
-        for p, gradient in zip(self.params, found, strict=True):
+            wanted = [p for p in self.params if p.requires_grad]  # perhaps not those of the last step
+            found = dict(zip(wanted, torch.autograd.grad(scaled, wanted, allow_unused=True), strict=True))
+        for p in self.params:
+            gradient = found.get(p)
             if gradient is not None and self.scaler is not None:
                 gradient = gradient / self.scaler.get_scale()
             p.grad = gradient.contiguous() if gradient is not None and self._wants_graph else gradient

@@ -19,7 +19,8 @@ from hyperkron.trees import HALF_TYPES
 class AdamDiagonal(Curvature):
     """The Jacobian of one Adam step in the gradient, as SAMA uses it: A⁻¹b = lr·D⊙b.
 
-    With g the last gradient, m and s the moments after it and m⁻, s⁻ those before it,
+    With g the last gradient (with ``weight_decay·θ`` where Adam adds that), m and s the moments after it and m⁻, s⁻
+    those before it,
 
         D = [(1−β₁) β₂ s⁻ − β₁ (1−β₂) g m⁻] / (√s + ϵ)³ ,
 
@@ -91,6 +92,9 @@ def _adam_jacobian(members: list[Tensor], memory: list[dict[str, Tensor]], group
     """
     (beta1, beta2), rate = group["betas"], float(group["lr"])
     gradients = [_wide(p.grad) for p in members if p.grad is not None]
+    if group.get("weight_decay") and group.get("decoupled_weight_decay") is False:  # it is in the moments, too
+        now = [_wide(p.detach()) for p in members]  # one step after θ of the moments
+        gradients = list(torch._foreach_add(gradients, now, alpha=float(group["weight_decay"])))
     first, second = [_wide(x["exp_avg"]) for x in memory], [_wide(x["exp_avg_sq"]) for x in memory]
     top = torch._foreach_mul(second, rate * (1 - beta1))
     torch._foreach_addcmul_(top, gradients, first, value=-rate * (1 - beta2))

@@ -7,11 +7,11 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from hyperkron import trees
-from hyperkron.solution import HyperkronError
+from hyperkron.solution import HyperkronError, warn_once
 from hyperkron.trees import HALF_TYPES, Tree
 
 
@@ -116,6 +116,20 @@ def graph_nodes(tensors: Iterable[Tensor], stop: Collection[Node] = ()) -> Itera
             seen.add(node)
             yield node
             waiting += [further for further, _ in node.next_functions if further is not None]
+
+
+def warn_of_strangers(value: Tensor, *own: Tree) -> None:
+    """Warn of parameters that the inner loss depends on, but that are in none of the trees θ and λ."""
+    known = {id(x) for tree in own for x in tree.values()}
+    leaves = (getattr(node, "variable", None) for node in graph_nodes([value]))
+    found = [tuple(x.shape) for x in leaves if isinstance(x, nn.Parameter) and id(x) not in known]
+    if found:
+        warn_once(
+            f"strangers {found}",
+            f"the inner loss depends on a parameter of shape {found[0]} (and {len(found) - 1} others) that belongs "
+            "neither to model nor to hyper, so hypergradients take it for a constant. If it is trained with the model, "
+            "as that of a criterion, pass one module that holds both; if not, call requires_grad_(False) on it.",
+        )
 
 
 def in_half_precision(value: Tensor) -> bool:

@@ -20,6 +20,7 @@ from torch.func import functional_call
 
 from hyperkron.batch_tensors import tensors_of
 from hyperkron.evaluation import sharded
+from hyperkron.evaluation.differentiation import warn_of_strangers
 from hyperkron.evaluation.inputs import culprits, differentiable_batch, misplaced
 from hyperkron.evaluation.passes import Pass, Passes
 from hyperkron.evaluation.snapshot import Snapshot, reseed
@@ -61,6 +62,7 @@ class Point:
         keeps: whether a curvature measured in parts may keep gradients of single examples, which saves passes.
         kept: where the curvature stores the gradients of the loss, if the caller asks for them.
         consumes_vectors: whether a recorded pass may free the vectors it is given, to save memory.
+        looks: whether to look for parameters of others in the graph of the next inner loss.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class Point:
         self.params, self.hypers = variables or (trainable(model, "model"), trainable(hyper, "hyper"))
         self.device, self.dtype = _common_place(self.params, self.hypers)
         self.notes: dict[str, str] = {}
-        self.keeps = self.consumes_vectors = False
+        self.keeps = self.consumes_vectors = self.looks = False
         self.kept: Any = None
         self.execution = Execution(self.device, recorded=recording)
         self.plain, self.met_autocast = plain or problem.autocast is False, False
@@ -188,6 +190,9 @@ class Point:
         remedy = f"look for nan, inf or extreme values in {given}, in hyper and in the model's parameters"
         seen = None if self.execution.queued else batch  # a check that waits must not keep the batch
         self.finite(f"{called} loss{place}" if called == level else called, loss.value, remedy, given, seen)
+        if self.looks and level == "inner" and loss.value.requires_grad and not self.problem.divided:
+            self.looks = False
+            warn_of_strangers(loss.value, params or self.params, self.hypers)
         return loss
 
     def _call(self, level: Level, batch: Any, params: Tree | None, differentiable: bool) -> Loss | Tensor:

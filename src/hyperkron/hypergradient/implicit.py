@@ -203,6 +203,7 @@ class Implicit(Hypergradient):
             answer = self._replays.step(Request(self._answer, problem, model, hyper, batches, self.curvature, *states))
         if answer is None:
             with make_point(plain=plain, passes=self._replays.passes if recorded else None) as point:
+                point.looks = self.state.calls == 0
                 answer = self._answer(point, start)
             if recorded:
                 self._replays.after_eager_step(point)

@@ -14,8 +14,8 @@ from hyperkron.solution import HyperkronError
 from hyperkron.sweeps.queue import TrialQueue
 from hyperkron.sweeps.result import SweepResult, result_of
 from hyperkron.sweeps.space import Space
-from hyperkron.training import Evaluate
-from hyperkron.validation import check_whole
+from hyperkron.training import Evaluate, Run
+from hyperkron.validation import check_one_of, check_whole
 
 DIVERGENCE = (HyperkronError, ArithmeticError, torch.OutOfMemoryError, torch.linalg.LinAlgError)
 """Errors that come from settings: the trial has failed, and the sweep continues."""
@@ -32,6 +32,7 @@ class Trial:
 
     def __init__(self, queue: TrialQueue, asked: Any) -> None:
         self._optuna, self._asked = queue.optuna, asked
+        self._way = "max" if queue.study.direction.name == "MAXIMIZE" else "min"
         self.settings: dict[str, Any] = dict(asked.params)
         origin = asked.user_attrs.get("origin", asked.number)
         self.number = [chain[0].number for chain in queue.chains()].index(origin)
@@ -41,12 +42,32 @@ class Trial:
             raise KeyError(f"{name} is not searched, only {', '.join(self.settings)}; add it to the space (--search).")
         return self.settings[name]
 
-    def pruning(self, figure: str = "outer_loss", every: int = 10) -> Evaluate:
-        """A callback for ``fit``: reports a column of the history every ``every`` steps."""
-        return Evaluate(lambda run: self.report(run.row[figure], run.state.step), every=every)
+    def pruning(self, figure: str = "outer_loss", every: int = 10, mode: str | None = None) -> Evaluate:
+        """A callback for ``fit``: reports a column of the history every ``every`` steps.
+
+        Args:
+            figure: the column; that of another callback must be there at these steps, and come before this one.
+            every: how often, in steps.
+            mode: ``min`` if smaller is better, ``max`` if larger is better. Default: ``min`` for a loss of ``fit``, and
+                for other columns as for the value of ``function``.
+        """
+        mode = mode or ("min" if figure in ("outer_loss", "inner_loss") else self._way)
+        check_one_of("mode", mode, ("min", "max"))
+
+        def function(run: Run) -> None:
+            if figure not in run.row:
+                raise KeyError(f"step {run.state.step} has no column {figure}, only {', '.join(run.row)}.")
+            value = run.row[figure]
+            if value is not None:  # as after a step that was skipped
+                self.report(value if mode == self._way else -float(value), run.state.step)
+
+        return Evaluate(function, every=every)
 
     def report(self, value: Any, step: int) -> None:
-        """Report a value on the way; a trial that is worse than the median of the others at this step ends here."""
+        """Report a value on the way; a trial that is worse than the median of the others at this step ends here.
+
+        Worse is larger, or with ``maximize`` smaller.
+        """
         try:
             self._asked.report(float(value), step)
         except self._optuna.exceptions.UpdateFinishedTrialError as error:

@@ -157,6 +157,7 @@ class Run:
 
     def _take_step(self) -> None:
         """Take one step, measure its time, and add its row."""
+        self.state.check_trainable()
         begin = self.clock()
         try:
             guards = [callback for callback in self.callbacks if callback.undoes]

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 import hyperkron as hk
 import oracles
@@ -154,6 +155,31 @@ def test_a_use_of_a_weight_outside_its_layers_is_said(outside: bool) -> None:
         case.model.head = nn.Identity()
     result = hk.kfac(0.1).compute(*case.arguments)
     assert result.stats.get("used elsewhere") == ("embed.weight" if outside else None)
+
+
+class Masked(nn.Module):
+    """Calls its first layers with three times their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(3, 2), nn.LayerNorm(2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.first, self.norm):
+            x = functional_call(layer, {"weight": 3 * layer.weight}, (x,))
+        return self.second(x)
+
+
+def test_a_layer_called_with_a_function_of_its_weight_is_not_measured_as_if_it_were_the_weight() -> None:
+    """The gradient at its output is that of the function, by which the factors were nine times too small."""
+    solution._warned.clear()
+    case = make(Masked(), (3,), loss="cross_entropy")
+    found = case.measured("type-2")
+    assert set(found.b) == {"second"}
+    assert found.diagonal.keys() == {"first.weight", "first.bias", "norm.weight", "norm.bias"}
+    with pytest.warns(hk.HyperkronWarning, match=r"first.weight \(2, 3\) \(its layer was not called with it\)"):
+        result = hk.ekfac(0.1, fisher="type-2").compute(*case.arguments)
+    assert result.stats["coverage"] == 6 / 18
 
 
 @pytest.mark.parametrize("size", [(2, 1), (1, 2), (2, 2)])

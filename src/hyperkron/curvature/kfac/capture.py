@@ -84,7 +84,7 @@ def _check_forward(recorder: Recorder, loss: Loss, point: Point, batch: Any, fir
         _warn_without_batch(recorder.lengths, _examples(recorder, loss, batch))
     elif loss.terms and (how.basis is not None or how.sharing == "reduce"):  # rows of one example are summed
         _warn_without_batch(recorder.sequences, _examples(recorder, loss, batch))
-    if how.basis is not None and how.fisher == "type-2" and how.sharing == "expand":
+    if how.basis and how.fisher == "type-2" and how.sharing == "expand":
         _warn_rows_mixed(loss, recorder.batch_size)
 
 

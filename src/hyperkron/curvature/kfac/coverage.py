@@ -152,7 +152,7 @@ class Plan:
 
     def coverage(self, uncalled: Collection[str] = ()) -> Coverage:
         """The plan as a table, in the model's order; parameters of ``uncalled`` layers get the fallback."""
-        reason = "its layer was not called"
+        reason = "its layer was not called with it"
         changed = {n: replace(self.rows[n], curvature=self.otherwise, reason=reason) for n in uncalled}
         return Coverage(tuple((self.rows | changed).values()))
 

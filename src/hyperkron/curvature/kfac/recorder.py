@@ -28,6 +28,7 @@ from hyperkron.curvature.kfac.measured import Measured, Measurement
 from hyperkron.curvature.kfac.owners import Deliveries
 from hyperkron.curvature.kfac.taps import Tap, no_grad_no_autocast, with_last
 from hyperkron.losses import BatchPlace, Loss
+from hyperkron.sharding import is_sharded
 from hyperkron.solution import HyperkronError
 from hyperkron.trees import HALF_TYPES, Tree
 
@@ -60,6 +61,9 @@ class Recorder:
         self._kept: tuple[list[LayerGradients], list[LayerGradients]] = ([], [])  # for the spectrum, for others
         self.plan, self.how, self.basis, self.owners = plan, how, how.basis, how.owners
         self.like, self.dtype = like, like.dtype  # dtype and device of the factors
+        layers = [*(m for m, _ in plan.feeds), *(m for m, _ in plan.diagonal)]
+        divided = any(is_sharded(p) for module in layers for p in module._parameters.values())
+        self.copies = divided or how.owners is not None  # in the place of θ, where processes share it or the batch
         self.tokens = [torch.zeros((), requires_grad=True) for _ in range(2)]  # the second for calls with single rows
         self.batch_size = 1
         self.lengths: dict[str, int] = {}  # first dimension of each layer's input
@@ -94,6 +98,8 @@ class Recorder:
             yield
 
     def _on_block(self, block: Block, module: nn.Module, given: tuple[Any, ...], named: Any, output: Tensor) -> Tensor:
+        if self._replaced(module):
+            return output
         self.called.update(block.names)
         if not output.requires_grad:  # under no_grad: the loss does not depend on this call
             return output
@@ -109,9 +115,16 @@ class Recorder:
         call.single = call.rows == block.layer.examples(x)
         return Tap.apply(output, self.tokens[call.single], partial(self._on_gradient, call))
 
+    def _replaced(self, module: nn.Module) -> bool:
+        """Whether a function of θ is in the place of a parameter, as ``functional_call`` puts it there: the gradient at
+        the output is then another one than that of θ."""
+        return not self.copies and any(p is not None and not p.is_leaf for p in module._parameters.values())
+
     def _on_diagonal(
         self, names: dict[str, str], module: nn.Module, given: tuple[Any, ...], named: Any, output: Tensor
     ) -> Tensor:
+        if self._replaced(module):
+            return output
         self.called.update(names.values())
         if output.requires_grad:
             self.uses.update(names.values())
