@@ -9,12 +9,22 @@ from typing import Any
 
 from experiments.paper import plots
 from experiments.paper.cleaning import Budget, Case
-from experiments.paper.compare import Contest, Splits, chosen_text, clearly_below, known, mean, runs, summary, tuned
+from experiments.paper.compare import (
+    Contest,
+    Splits,
+    chosen_text,
+    clearly_below,
+    known,
+    mean,
+    of_contest,
+    runs,
+    summary,
+    tuned,
+)
 from experiments.paper.methods import Rates, methods
 from experiments.paper.printed import printed
 from experiments.paper.recipe import Job, Judgement, Recipe, Result, Table, by_cases
 from experiments.paper.tuning import Search, shown
-from experiments.paper.visits import of_contest
 
 KINDS = ("AID-KFAC", "AID-EKFAC")
 

@@ -16,6 +16,7 @@ from experiments.paper.compare import (
     clearly_below,
     known,
     mean,
+    of_contest,
     runs,
     summary,
     tuned,
@@ -23,7 +24,6 @@ from experiments.paper.compare import (
 from experiments.paper.methods import Rates, methods
 from experiments.paper.recipe import Job, Judgement, Recipe, Result, Table, by_cases
 from experiments.paper.tuning import Search, shown
-from experiments.paper.visits import of_contest
 
 KFAC, CG = "AID-KFAC", "AID-CG-3"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.paper import amortization, batch_size, moving_average, plots, references, simple_models
-from experiments.paper.linear_length import ARMS, BATCHES, DECAYS, ROWS, TAUS, Contest, Line
+from experiments.paper.linear_contest import ARMS, BATCHES, DECAYS, ROWS, TAUS, Contest, Line
 from experiments.paper.recipe import Judgement, Result, Verdict
 from experiments.paper.tuning import Difference, at_edge, shown
 from experiments.paper.visits import Visits, unvisited

@@ -9,11 +9,10 @@ from typing import Any
 
 from experiments.paper import plots
 from experiments.paper.cleaning import Budget, Case
-from experiments.paper.compare import Contest, Splits, clearly_below, known, mean, runs, summary, tuned
+from experiments.paper.compare import Contest, Splits, clearly_below, known, mean, of_contest, runs, summary, tuned
 from experiments.paper.methods import Method, Rates, methods
 from experiments.paper.recipe import Job, Judgement, Recipe, Result, Table, Verdict
 from experiments.paper.tuning import Search, shown
-from experiments.paper.visits import of_contest
 
 NAME = "AID-KFAC"
 

@@ -23,23 +23,6 @@ def _text(value: object) -> str:
     return "–" if value is None else str(value)
 
 
-def _pretraining() -> list[Table]:
-    found = printed("table_continued_pretraining_f1")
-    rows = [[key, *(f"{mean} ± {deviation}" for mean, deviation in row)] for key, row in found["rows"].items()]
-    return [Table("Printed F1, ± standard deviation", ["method", *found["columns"]], rows)]
-
-
-def _long_tail() -> list[Table]:
-    found = printed("table_long_tailed_cifar_accuracy")
-    columns = ["method", *(f"IF {x}" for x in found["imbalance_factors"])]
-    return [
-        Table(
-            f"Printed accuracy in %, {name}", columns, [[key, *map(_text, row)] for key, row in found[key_of].items()]
-        )
-        for name, key_of in (("CIFAR-10", "cifar10"), ("CIFAR-100", "cifar100"))
-    ]
-
-
 def _plain(table: str, title: str) -> Callable[[], list[Table]]:
     def tables() -> list[Table]:
         found = printed(table)

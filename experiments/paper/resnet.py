@@ -11,14 +11,13 @@ from typing import Any
 
 from experiments.paper import plots
 from experiments.paper.cleaning import Budget, Case
-from experiments.paper.compare import Contest, Splits, chosen_text, clearly_below, known, mean, summary
+from experiments.paper.compare import Contest, Splits, chosen_text, clearly_below, known, mean, of_contest, summary
 from experiments.paper.entries import Stage, compete
 from experiments.paper.image_entries import method_entry, reference_entry
 from experiments.paper.methods import Rates, methods
 from experiments.paper.recipe import Job, Judgement, Recipe, Result, Table, by_cases
 from experiments.paper.references import KINDS
 from experiments.paper.tuning import Difference, Grid, Search, shown
-from experiments.paper.visits import of_contest
 
 PAIRS = (("AID-CG-3", "AID-KFAC"), ("MRBO", "MRBO-KFAC"), ("AmIGO", "AmIGO-KFAC"))
 FIRST = tuple(name for pair in PAIRS for name in reversed(pair))

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from experiments.paper.compare import clearly_below
-from experiments.paper.image_contest import OWN, Contest, plan_of
+from experiments.paper.image_contest import OWN, Contest, plan_of, result_of
 from experiments.paper.recipe import Judgement, Verdict, by_cases
-from experiments.paper.resnet_length import result_of
 from experiments.paper.resnet_length_page import cells_of, judged, losses, refused
 from experiments.paper.tuning import Difference
 from experiments.paper.visits import MOST

@@ -46,7 +46,8 @@ from typing import Any, get_args
 import torch
 
 from experiments import records
-from experiments.paper import cleaning, datasets, resnet_runs
+from experiments.paper import cleaning, datasets, resnet_batches, resnet_runs
+from experiments.paper import resnet_length_page as page
 from experiments.paper.cleaning import Split
 from experiments.paper.image_contest import (
     ARMS,
@@ -54,6 +55,7 @@ from experiments.paper.image_contest import (
     LENGTHS,
     NAMES,
     OTHERS,
+    RESULT,
     SHARED,
     Contest,
     Plan,
@@ -61,14 +63,14 @@ from experiments.paper.image_contest import (
     key,
     loss_of,
     plan_of,
+    result_of,
+    times_of,
 )
 from experiments.paper.resnet_runs import Network, Size
 from experiments.pieces import Lines
 from experiments.trial import Saved
 from experiments.workers import share
 
-RESULT = records.RESULTS / "paper" / "resnet-length.jsonl"
-CNN = RESULT.with_stem("cnn-length")
 TIMED = Size((10_000, 1_000, 1_000))
 """What times are measured with; they do not depend on the number of rows."""
 SMOKE = Size((20, 10, 10), 10, 2, 2)
@@ -78,7 +80,6 @@ SAVED_EVERY = 30.0
 """Seconds between two checkpoints of a long run; a cut-off loses no more."""
 UNKNOWN: dict[Network, float] = {"resnet18": 1000.0, "cnn": 100.0}
 """Milliseconds of a step whose time has not been measured, for the distance of checkpoints."""
-TIMES = RESULT.with_stem("resnet-length-times")
 
 
 def saved(task: Task, folder: Path | None, step_seconds: float) -> Saved | None:
@@ -106,22 +107,6 @@ def run(
         del found["curve"]
     named = {"method": task.name, "setting": task.setting, "seed": task.seed, "wanted": task.steps}
     return {**named, "batch": size.batch, **found}
-
-
-def result_of(batch: int, network: Network = "resnet18") -> Path:
-    """The file of the runs with a size of batches.
-
-    Example:
-        >>> result_of(2500).name, result_of(1000, "cnn").name
-        ('resnet-length-batch-2500.jsonl', 'cnn-length.jsonl')
-    """
-    file = CNN if network == "cnn" else RESULT
-    return file if batch == BATCHES[network] else file.with_stem(f"{file.stem}-batch-{batch}")
-
-
-def times_of(network: Network) -> Path:
-    """The file of the times of a step, alone on the device."""
-    return CNN.with_stem("cnn-length-times") if network == "cnn" else TIMES
 
 
 def _worker(options: argparse.Namespace) -> Callable[[Task], dict[str, Any]]:
@@ -193,9 +178,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run what is not recorded yet, measure times, print the tables or draw the figure."""
-    from experiments.paper import resnet_batches
-    from experiments.paper import resnet_length_page as page
-
     options = _parser().parse_args(arguments)
     usual = BATCHES[options.network]
     options.batch = options.batch or usual

@@ -22,9 +22,10 @@ from experiments.paper.image_contest import (
     Plan,
     key,
     plan_of,
+    result_of,
+    times_of,
 )
 from experiments.paper.recipe import Judgement, Verdict, by_cases
-from experiments.paper.resnet_length import result_of, times_of
 from experiments.paper.resnet_runs import Network, Size
 from experiments.paper.tuning import Difference, shown
 from experiments.paper.visits import MOST, Visits

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from experiments.paper.entries import Stage, Task, carry_out, missing
 from experiments.paper.recipe import Job, Recipe
@@ -21,8 +18,7 @@ from experiments.workers import share
 def fill(job: Job, recipe: Recipe, count: int) -> None:
     """Carry out what is missing among the stages of ``recipe`` in ``count`` processes."""
     assert recipe.stages is not None
-    where = (str(job.device), job.cells.path.parent, job.data)
-    fill_stages(job, *recipe.stages(job), count, partial(_again, recipe.name, job.scale, len(job.seeds), *where))
+    fill_stages(job, *recipe.stages(job), count, partial(_again, recipe, *job.place))
 
 
 def fill_stages(
@@ -40,14 +36,7 @@ def fill_stages(
     share(count, make, ready, keep, late=lambda: job.late, near=lambda task: task.stage)
 
 
-def _again(
-    recipe: str, scale: Any, seeds: int, device: str, folder: Path, data: Path | None
-) -> Callable[[Task], dict[str, Any]]:
+def _again(recipe: Recipe, *place: Any) -> Callable[[Task], dict[str, Any]]:
     """The recipe's stages, made in another process."""
-    from experiments import paper
-
-    found = paper.recipes()[recipe]
-    job = found.job(scale, seeds, torch.device(device), folder)
-    job.data = data
-    assert found.stages is not None
-    return partial(carry_out, found.stages(job)[0])
+    assert recipe.stages is not None
+    return partial(carry_out, recipe.stages(recipe.job(*place))[0])

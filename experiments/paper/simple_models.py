@@ -11,12 +11,11 @@ from typing import Any
 
 from experiments.paper import plots, resnet
 from experiments.paper.cleaning import Budget, Case
-from experiments.paper.compare import Contest, Splits, chosen_text, clearly_below, compete, known, mean
+from experiments.paper.compare import Contest, Splits, chosen_text, clearly_below, compete, known, mean, of_contest
 from experiments.paper.methods import Rates, methods
 from experiments.paper.recipe import Job, Judgement, Recipe, Result, Table, by_cases
 from experiments.paper.references import references
 from experiments.paper.tuning import Search, shown
-from experiments.paper.visits import of_contest
 
 PAIRS = (("AID-CG-3", "AID-KFAC"), ("AmIGO", "AmIGO-KFAC"), ("MRBO", "MRBO-KFAC"))
 OTHERS = ("stocBiO", "BOME", "BSG-1")

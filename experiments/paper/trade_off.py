@@ -9,13 +9,12 @@ from typing import Any
 
 from experiments.paper import plots
 from experiments.paper.cleaning import Budget, Case
-from experiments.paper.compare import Contest, Splits, chosen_text, clearly_below, known, mean, summary
+from experiments.paper.compare import Contest, Splits, chosen_text, clearly_below, known, mean, of_contest, summary
 from experiments.paper.entries import Stage, compete
 from experiments.paper.image_entries import method_entry
 from experiments.paper.methods import Rates, methods
 from experiments.paper.recipe import Job, Judgement, Recipe, Result, Table, Verdict, by_cases
 from experiments.paper.tuning import Search, shown
-from experiments.paper.visits import of_contest
 
 KFAC = "AID-KFAC"
 FAMILIES = ("AID-CG", "AID-GGN-CG", "AID-Neumann", "AID-GGN-Neumann")

@@ -303,7 +303,7 @@ def fill(job: Job, recipe: Recipe, count: int) -> None:
         job.say(f"{' '.join(map(str, key))}: {seconds:.1f} s, {_short(value)}")
         job.cells.put(key, value, seconds, busy)
 
-    make = partial(_worker, recipe.name, job.scale, len(job.seeds), str(job.device), job.cells.path.parent, job.data)
+    make = partial(_worker, partial(recipe.job, *job.place))
     with suppress(OutOfTime), stopped_at(job.deadline):
         share(count, make, lambda: ((piece.key, piece) for piece in ready(job)), keep, late=lambda: job.late)
 
@@ -313,19 +313,8 @@ def _short(value: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value[name]}" for name in names if value.get(name) is not None)
 
 
-def _worker(
-    recipe: str, scale: Scale, seeds: int, device: str, folder: Path, data: Path | None
-) -> Callable[[Piece], dict[str, Any]]:
+def _worker(job: Callable[[], Job]) -> Callable[[Piece], dict[str, Any]]:
     """What carries out pieces in another process; each piece reads the file of finished ones again."""
-    from experiments import paper
-
-    found = paper.recipes()[recipe]
-
-    def job() -> Job:
-        made = found.job(scale, seeds, torch.device(device), folder)
-        made.data = data
-        return made
-
     kept = Work(job())
 
     def carry_out(piece: Piece) -> dict[str, Any]:

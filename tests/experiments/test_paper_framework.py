@@ -15,10 +15,11 @@ import torch
 from experiments import paper, records
 from experiments.paper import page, places
 from experiments.paper.__main__ import main
+from experiments.paper.compare import of_contest
 from experiments.paper.longer import Longer
 from experiments.paper.printed import printed
 from experiments.paper.recipe import Job, Judgement, Recipe, Result, Table, Verdict
-from experiments.paper.visits import Visits, of_contest
+from experiments.paper.visits import Visits
 from experiments.pieces import Cells, OutOfTime
 from hyperkron.solution import HyperkronError
 
