@@ -49,6 +49,11 @@ class Contest:
         return replace(self, case=replace(self.case, batch=batch), rates=replace(self.rates, outer=outer))
 
 
+MNIST, SMALL_MNIST = (50_000, 5_000, 5_000), (10_000, 5_000, 5_000)
+CIFAR, SMALL_CIFAR = (40_000, 5_000, 5_000), (6_000, 2_000, 2_000)
+"""Training, validation and second validation examples of contests at the scales ``paper`` and ``small``."""
+
+
 class Splits(Mapping[int, Split]):
     """The split of every seed, made when it is first asked for, so that a run from the cache needs no data."""
 
@@ -147,6 +152,16 @@ def summary(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "failed": [run["failed"] for run in found],
         "curve": found[0]["curve"],
     }
+
+
+def method_figures(found: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The figures of the entries of a stage (:class:`experiments.paper.entries.Found`), with the chosen settings."""
+    return {name: {"setting": x["setting"], "edge": x["edge"], **summary(x["runs"])} for name, x in found.items()}
+
+
+def reference_figures(found: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """The figures of a reference line's seeds side by side."""
+    return {key: [run["best"][key] for run in found] for key in ("test_loss", "test_error")}
 
 
 def known(values: Sequence[float | None]) -> list[float]:
