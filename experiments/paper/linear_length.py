@@ -19,7 +19,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +40,8 @@ def _splits(options: argparse.Namespace) -> Callable[[int], Split]:
     """The split of a seed, made once; all data are on the device."""
     torch.set_float32_matmul_precision(options.precision)
     read = cleaning.made_up((20,), options.rows + 200, 100) if options.smoke else datasets.mnist(options.data)
-    parts = [(x.to(options.device), y.to(options.device)) for x, y in (read.train, read.test)]
-    data, made = datasets.Images(*parts), dict[int, Split]()
-    counts = (options.rows, *((100, 100) if options.smoke else (5000, 5000)))
-
-    def split(seed: int) -> Split:
-        if seed not in made:
-            made[seed] = cleaning.noisy_split(data, counts, seed, scaling="one")
-        return made[seed]
-
-    return split
+    data, counts = read.to(options.device), (options.rows, *((100, 100) if options.smoke else (5000, 5000)))
+    return cache(lambda seed: cleaning.noisy_split(data, counts, seed, scaling="one"))
 
 
 def _worker(options: argparse.Namespace) -> Callable[[Task], dict[str, Any]]:

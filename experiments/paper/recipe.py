@@ -33,7 +33,6 @@ class Verdict(Enum):
     REFUSED = "no verdict"
     UNJUDGED = "not judged at this scale"
     NOT_RUN = "not run"
-    NO_RECIPE = "no recipe"
 
 
 @dataclass(frozen=True)

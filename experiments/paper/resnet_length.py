@@ -115,8 +115,7 @@ def _worker(options: argparse.Namespace) -> Callable[[Task], dict[str, Any]]:
     size = replace(SMOKE if options.smoke else Size(batch=options.batch), network=options.network)
     shape = (3, 32, 32)
     found = cleaning.made_up(shape, sum(size.counts), 10) if options.smoke else datasets.cifar10(options.data)
-    parts = [(x.to(options.device), y.to(options.device)) for x, y in (found.train, found.test)]
-    data, made = datasets.Images(*parts), dict[int, Split]()
+    data, made = found.to(options.device), dict[int, Split]()
 
     def carry_out(task: Task) -> dict[str, Any]:
         task = Task(*task)

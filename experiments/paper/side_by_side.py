@@ -6,7 +6,7 @@ written here, and the recipe's own ``work`` then finds everything in the cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,14 +26,26 @@ def fill_stages(
 ) -> None:
     """Carry out what is missing among ``stages`` in ``count`` processes; ``make`` as in :func:`workers.share`."""
 
+    share_cells(job, count, make, lambda: missing(job, stages, trials), near=lambda task: task.stage)
+
+
+def share_cells(
+    job: Job,
+    count: int,
+    make: Callable[[], Callable[[Any], dict[str, Any]]],
+    ready: Callable[[], Iterable[tuple[list[Any], Any]]],
+    told: Callable[[dict[str, Any]], str] = lambda value: "",
+    **options: Any,
+) -> None:
+    """:func:`workers.share` with the cells of a job: each is written and named as soon as it comes, with its time and
+    what ``told`` says of it. No cell begins after the deadline.
+    """
+
     def keep(key: list[Any], value: dict[str, Any], seconds: float, busy: float) -> None:
-        job.say(f"{' '.join(map(str, key))}: {seconds:.1f} s")
+        job.say(f"{' '.join(map(str, key))}: {seconds:.1f} s{told(value)}")
         job.cells.put(key, value, seconds, busy)
 
-    def ready() -> Iterator[tuple[list[Any], Task]]:
-        return missing(job, stages, trials)
-
-    share(count, make, ready, keep, late=lambda: job.late, near=lambda task: task.stage)
+    share(count, make, ready, keep, late=lambda: job.late, **options)
 
 
 def _again(recipe: Recipe, *place: Any) -> Callable[[Task], dict[str, Any]]:
