@@ -9,20 +9,20 @@ import contextlib
 import ctypes
 import gc
 import json
-import os
-import platform
-import re
 import shlex
-import statistics
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "support"))
+
+import provenance
+from provenance import hardware as hardware
 
 RESULTS = Path(__file__).resolve().parent / "results"
 _PACKAGES = ("hyperkron", "torch", "numpy", "curvlinops-for-pytorch")
@@ -75,14 +75,6 @@ def alternating(
             gc.collect()
             times[name].append(seconds(functions[name], device))
     return times
-
-
-def median_seconds(
-    function: Callable[[], object], *, repeats: int = 5, warmup: int = 1, device: str | torch.device = "cpu"
-) -> float:
-    """The median time of one call."""
-    times = alternating({"": function}, repeats=repeats, warmup=warmup, device=device)
-    return statistics.median(times[""])
 
 
 # --- memory ------------------------------------------------------------------------------------------------
@@ -154,39 +146,9 @@ def _sampled_peak(function: Callable[[], object]) -> int:
 # --- the record --------------------------------------------------------------------------------------------
 
 
-def hardware(device: str | torch.device | None = None) -> dict[str, Any]:
-    """What the numbers were measured on; with the GPU if there is one, or if ``device`` is one."""
-    found: dict[str, Any] = {
-        "cpu": _cpu_name(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "system": platform.platform(),
-    }
-    if torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name(None if device is None else torch.device(device))
-        found["cuda"] = torch.version.cuda
-    return found
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that matter, those that are installed."""
-    found = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    found["torch"] = torch.__version__
-    return found
+    return provenance.versions(_PACKAGES)
 
 
 def line_writer(out: str | None) -> Callable[[dict[str, Any]], None]:
@@ -216,10 +178,5 @@ def write_result(path: str | Path, result: Mapping[str, Any]) -> Path:
     script = Path(sys.argv[0])
     command = shlex.join(["python", f"{script.parent.name}/{script.name}", *sys.argv[1:]])
     record = {"command": command, **result, "hardware": hardware(), "versions": versions()}
-    path.write_text(_in_lines(json.dumps(record, indent=2, ensure_ascii=False)) + "\n", "utf-8")
+    path.write_text(provenance.in_lines(record) + "\n", "utf-8")
     return path
-
-
-def _in_lines(text: str) -> str:
-    """JSON with every list of numbers on one line."""
-    return re.sub(r"\[[\s\d.,eE+-]*\]", lambda found: " ".join(found[0].split()), text)

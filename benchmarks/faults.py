@@ -25,9 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +40,7 @@ import faults_runtime
 import faults_writers
 import hostile
 from common import write_result
+from forks import Child, written
 
 import hyperkron as hk
 import numerics
@@ -53,39 +52,6 @@ RUN_STEPS = 8
 """Steps of the runs that are killed at random."""
 WIDTH = 42
 """Of the first column."""
-
-
-# --- processes ---------------------------------------------------------------------------------------------
-
-
-class Child:
-    """A forked process that runs a function."""
-
-    def __init__(self, function: Callable[[], object]) -> None:
-        sys.stdout.flush()
-        self.pid = os.fork()
-        if self.pid == 0:
-            code = 1
-            try:
-                function()
-                code = 0
-            except SystemExit as error:
-                code = error.code if isinstance(error.code, int) else 1
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(code)
-
-    def wait(self) -> int:
-        """The exit code; minus the signal that ended it."""
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-
-
-def written(function: Callable[[], str], path: Path) -> str:
-    """What a function returns in a child; empty if the child fails."""
-    path.unlink(missing_ok=True)
-    Child(lambda: path.write_text(function())).wait()
-    return path.read_text() if path.exists() else ""
 
 
 def state(run: hk.Run) -> dict[str, Any]:
@@ -365,13 +331,13 @@ def main() -> int:
             lambda: signals(options.signals, scratch, chance),
             *(lambda method=method: consecutive(method, options.steps, scratch) for method in options.methods),
         ]
-        faults += faults_runtime.faults(Child, written, scratch)
-        faults.append(lambda: faults_writers.writers(Child, options.races, scratch))
+        faults += faults_runtime.faults(scratch)
+        faults.append(lambda: faults_writers.writers(options.races, scratch))
         if not options.no_cases:
-            faults += faults_files.faults(Child, written, scratch)
-            faults += faults_clean.faults(written, scratch)
-            faults.append(lambda: hostile.malicious(written, scratch))
-            faults += [lambda name=name: hostile.numbers(name, written, scratch) for name in numerics.CASES]
+            faults += faults_files.faults(scratch)
+            faults += faults_clean.faults(scratch)
+            faults.append(lambda: hostile.malicious(scratch))
+            faults += [lambda name=name: hostile.numbers(name, scratch) for name in numerics.CASES]
         for fault in faults:
             row = fault()
             rows.append(row)

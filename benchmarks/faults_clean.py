@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from forks import written
 from torch import Tensor, nn
 
-Judge = Callable[[Callable[[], str], Path], str]
-"""Runs a function in a process of its own and returns what it returns; empty if the process died."""
 Case = Callable[[Path], Any]
 """Something that must be refused, given the folder of a run or of data."""
 
@@ -34,7 +33,7 @@ REFUSALS = (
 WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "good", "bad", "very", "film", "the", "a", "was", "not")
 
 
-def faults(judge: Judge, scratch: Path) -> list[Callable[[], dict[str, Any]]]:
+def faults(scratch: Path) -> list[Callable[[], dict[str, Any]]]:
     """The rows, each made when it is asked for."""
     groups = {
         "resume of clean with other options": _options,
@@ -42,16 +41,16 @@ def faults(judge: Judge, scratch: Path) -> list[Callable[[], dict[str, Any]]]:
         "resume of clean with another encoder": _encoders,
         "images that a dataset does not own": _images,
     }
-    return [partial(_row, name, cases, judge, scratch / f"clean-{i}") for i, (name, cases) in enumerate(groups.items())]
+    return [partial(_row, name, cases, scratch / f"clean-{i}") for i, (name, cases) in enumerate(groups.items())]
 
 
-def _row(fault: str, group: Callable[[Path], dict[str, Case]], judge: Judge, scratch: Path) -> dict[str, Any]:
+def _row(fault: str, group: Callable[[Path], dict[str, Case]], scratch: Path) -> dict[str, Any]:
     scratch.mkdir()
 
     def attempt() -> str:
         return json.dumps({name: _refused(case, scratch, i) for i, (name, case) in enumerate(group(scratch).items())})
 
-    told: dict[str, str] = json.loads(judge(attempt, scratch / "told") or '{"all": "the process died"}')
+    told: dict[str, str] = json.loads(written(attempt, scratch / "told") or '{"all": "the process died"}')
     wrong = [f"{name}: {what}" for name, what in told.items() if what]
     note = f"{len(wrong)} silent; {'; '.join(wrong) or str(group.__doc__).lower().rstrip('.')}"
     return {"fault": fault, "tries": len(told), "survived": len(told) - len(wrong), "note": note}

@@ -26,33 +26,32 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 from faults_tables import tables
+from forks import Child, written
 
 from hyperkron.cleaning.data import row_hashes
 from hyperkron.cli import main
 
-Judge = Callable[[Callable[[], str], Path], str]
-"""Runs a function in a process of its own and returns what it returns; empty if the process died."""
 ROWS = 60
 SUSPECT = 5
 """Every so many rows one is a suspect."""
+KILLS = 20
+"""Of exports."""
 
 
-def faults(child: Any, judge: Judge, scratch: Path, kills: int = 20) -> list[Callable[[], dict[str, Any]]]:
+def faults(scratch: Path) -> list[Callable[[], dict[str, Any]]]:
     """The rows, each a function that makes one."""
     return [
-        lambda: _cases("export of a source that has changed", _changed_sources(), judge, scratch),
-        lambda: tables(judge, scratch),
-        lambda: _cases("formula cell in an export", _formulas(), judge, scratch),
-        lambda: _cases("damaged file of a finished run", _damaged(judge, scratch), judge, scratch),
-        lambda: _cases("closed stdout or stderr", _streams(), judge, scratch),
-        lambda: _cases("disk full while a command writes", _full_disk(), judge, scratch),
-        lambda: _killed_exports(child, kills, scratch),
+        lambda: _cases("export of a source that has changed", _changed_sources(), scratch),
+        lambda: tables(scratch),
+        lambda: _cases("formula cell in an export", _formulas(), scratch),
+        lambda: _cases("damaged file of a finished run", _damaged(scratch), scratch),
+        lambda: _cases("closed stdout or stderr", _streams(), scratch),
+        lambda: _cases("disk full while a command writes", _full_disk(), scratch),
+        lambda: _killed_exports(scratch),
     ]
 
 
-def _cases(
-    fault: str, cases: dict[str, Callable[[Path], str]], judge: Judge, scratch: Path, say: str = "0 silent"
-) -> dict[str, Any]:
+def _cases(fault: str, cases: dict[str, Callable[[Path], str]], scratch: Path) -> dict[str, Any]:
     """Each case in a process and a folder of its own; it returns what is wrong, or nothing."""
     wrong = []
     for name, act in cases.items():
@@ -64,11 +63,12 @@ def _cases(
             signal.alarm(60)
             return act(folder) or "none"
 
-        told = judge(attempt, scratch / "told")
+        told = written(attempt, scratch / "told")
         shutil.rmtree(folder, ignore_errors=True)
         if told != "none":
             wrong.append(f"{name}: {told or 'it died'}")
-    return {"fault": fault, "tries": len(cases), "survived": len(cases) - len(wrong), "note": "; ".join(wrong) or say}
+    note = "; ".join(wrong) or "0 silent"
+    return {"fault": fault, "tries": len(cases), "survived": len(cases) - len(wrong), "note": note}
 
 
 def _command(*arguments: str) -> tuple[int, str, str]:
@@ -239,7 +239,7 @@ ARGUMENTS = {
 }
 
 
-def _damaged(judge: Judge, scratch: Path) -> dict[str, Callable[[Path], str]]:
+def _damaged(scratch: Path) -> dict[str, Callable[[Path], str]]:
     whole = scratch / "finished"
 
     def finish() -> str:
@@ -253,7 +253,7 @@ def _damaged(judge: Judge, scratch: Path) -> dict[str, Callable[[Path], str]]:
         clean(str(whole / "train.csv"), str(whole / "trusted.csv"), out=whole / "run", config=settings)
         return "done"
 
-    judge(finish, scratch / "told")
+    written(finish, scratch / "told")
 
     def case(file: str, damage: Callable[[Path], None], command: str) -> Callable[[Path], str]:
         def attempt(folder: Path) -> str:
@@ -336,7 +336,7 @@ def _full_disk() -> dict[str, Callable[[Path], str]]:
     return {f"{name}, {size} bytes": case(told, size) for name, (told, sizes) in commands.items() for size in sizes}
 
 
-def _killed_exports(child: Any, tries: int, scratch: Path) -> dict[str, Any]:
+def _killed_exports(scratch: Path) -> dict[str, Any]:
     """SIGKILL at a random moment of an export that replaces another: one of the two is there, and nothing else."""
     folder, chance, survived, torn = scratch / "killed", random.Random(0), 0, 0
     folder.mkdir()
@@ -345,23 +345,23 @@ def _killed_exports(child: Any, tries: int, scratch: Path) -> dict[str, Any]:
     _run_of(train, 20_000)
     told = ("export", str(folder / "run"), "--drop", "suspects", "--overwrite", "-o", str(folder / "out.csv"))
     begin = time.perf_counter()
-    child(lambda: _command(*told)).wait()
+    Child(lambda: _command(*told)).wait()
     duration, whole = time.perf_counter() - begin, (folder / "out.csv").read_bytes()
     names = {path.name for path in folder.iterdir()}
-    for _ in range(tries):
+    for _ in range(KILLS):
         (folder / "out.csv").write_text("before")
-        victim = child(lambda: _command(*told))
+        victim = Child(lambda: _command(*told))
         time.sleep(chance.uniform(0, duration))
         os.kill(victim.pid, signal.SIGKILL)
         victim.wait()
         torn += len({path.name for path in folder.iterdir()} - names)
         sound = (folder / "out.csv").read_bytes() in (b"before", whole)
-        child(lambda: _command(*told)).wait()
+        Child(lambda: _command(*told)).wait()
         survived += sound and {path.name for path in folder.iterdir()} == names
     shutil.rmtree(folder)
     return {
         "fault": "SIGKILL during an export",
-        "tries": tries,
+        "tries": KILLS,
         "survived": survived,
         "note": f"{torn} left a file behind, which the next export removed",
     }

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from forks import Child, written
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -27,9 +28,6 @@ from hyperkron.training import checkpoint
 EXAMPLES, FEATURES = 12, 4
 SCALE = 1.0
 OPTIONS = argparse.Namespace(temperature=1.0, steps=2)
-
-Judge = Callable[[Callable[[], str], Path], str]
-"""Runs a function in a process of its own and returns what it returns; empty if the process died."""
 
 
 # --- a small run with one of everything --------------------------------------------------------------------
@@ -335,19 +333,19 @@ def skipped(folder: Path) -> bool:
 # --- the rows ----------------------------------------------------------------------------------------------
 
 
-def faults(child: Any, judge: Judge, scratch: Path) -> list[Callable[[], dict[str, Any]]]:
+def faults(scratch: Path) -> list[Callable[[], dict[str, Any]]]:
     """The rows, each a function that makes one."""
 
     def each(title: str, names: tuple[str, ...], right: Callable[[Path, str], bool], word: str) -> dict[str, Any]:
         folder = scratch / "resumed"
-        child(lambda: start(steps=2).save(folder)).wait()
-        wrong = [n for n in names if judge(lambda n=n: str(right(folder, n)), scratch / "told") != "True"]
+        Child(lambda: start(steps=2).save(folder)).wait()
+        wrong = [n for n in names if written(lambda n=n: str(right(folder, n)), scratch / "told") != "True"]
         note = f"{len(wrong)} {word}" + (f": {', '.join(wrong)}" if wrong else f"; {', '.join(names)}")
         shutil.rmtree(folder)
         return {"fault": title, "tries": len(names), "survived": len(names) - len(wrong), "note": note}
 
     def files() -> dict[str, Any]:
-        right = judge(lambda: str(skipped(scratch / "skipped")), scratch / "told") == "True"
+        right = written(lambda: str(skipped(scratch / "skipped")), scratch / "told") == "True"
         return {
             "fault": "skipped steps in a row",
             "tries": 1,

@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from common import _resident
+from forks import written
 
 from hyperkron.cleaning.data import read
 from hyperkron.solution import HyperkronError
@@ -164,13 +165,13 @@ def outcome(path: Path) -> str:
     return json.dumps([how, time.process_time() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024])
 
 
-def tables(judge: Callable[[Callable[[], str], Path], str], scratch: Path, say: bool = False) -> dict[str, Any]:
+def tables(scratch: Path, say: bool = False) -> dict[str, Any]:
     """The row of ``faults.py``."""
     wrong, ended, seconds, memory = [], {"read": 0, "refused": 0}, 0.0, 0.0
     for name, write in TABLES.items():
         with tempfile.TemporaryDirectory(dir=scratch) as folder:
-            path = Path(judge(lambda write=write, folder=folder: str(write(Path(folder))), scratch / "told"))
-            told = judge(lambda path=path: outcome(path), scratch / "told")
+            path = Path(written(lambda write=write, folder=folder: str(write(Path(folder))), scratch / "told"))
+            told = written(lambda path=path: outcome(path), scratch / "told")
         how, taken, held = json.loads(told) if told else ("it did not end", PATIENCE, 0)
         if say:
             print(f"{name:55} {how:10} {taken:6.2f} s {held / 2**30:5.2f} GB", flush=True)
@@ -191,7 +192,5 @@ def tables(judge: Callable[[Callable[[], str], Path], str], scratch: Path, say: 
 
 
 if __name__ == "__main__":
-    from faults import written
-
     with tempfile.TemporaryDirectory() as where:
-        print(tables(written, Path(where), say=True)["note"])
+        print(tables(Path(where), say=True)["note"])

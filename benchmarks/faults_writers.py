@@ -6,11 +6,11 @@ import os
 import random
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from faults_runtime import start
+from forks import Child
 
 import hyperkron as hk
 from hyperkron.training import checkpoint
@@ -27,14 +27,14 @@ def write_until_done(folder: Path) -> int:
     return 0
 
 
-def race(child: Callable[[Callable[[], object]], Any], folder: Path, wanted: dict[str, Any], pause: float) -> str:
+def race(folder: Path, wanted: dict[str, Any], pause: float) -> str:
     """Two processes begin at once; empty if the folder ends as that of one writer, else what is wrong."""
 
     def writer(later: float) -> None:
         time.sleep(later)
         os._exit(write_until_done(folder))
 
-    codes = sorted(c.wait() for c in [child(lambda: writer(0.0)), child(lambda: writer(pause))])
+    codes = sorted(c.wait() for c in [Child(lambda: writer(0.0)), Child(lambda: writer(pause))])
     if codes not in ([0, 0], [0, 3]):
         return f"exit codes {codes}"
     found = checkpoint.candidates(folder)
@@ -55,14 +55,14 @@ def _intact(path: Path) -> bool:
     return True
 
 
-def writers(child: Any, tries: int, scratch: Path) -> dict[str, Any]:
+def writers(tries: int, scratch: Path) -> dict[str, Any]:
     """Races of two processes for one folder."""
     alone = scratch / "one-writer"
-    child(lambda: start(folder=alone, steps=RACE_STEPS)).wait()
+    Child(lambda: start(folder=alone, steps=RACE_STEPS)).wait()
     wanted = checkpoint.check(checkpoint.candidates(alone)[0])["files"]
     chance, wrong = random.Random(0), []
     for i in range(tries):
-        told = race(child, scratch / f"race-{i}", wanted, chance.choice([0.0, chance.uniform(0, 0.1)]))
+        told = race(scratch / f"race-{i}", wanted, chance.choice([0.0, chance.uniform(0, 0.1)]))
         wrong += [told] if told else []
         shutil.rmtree(scratch / f"race-{i}", ignore_errors=True)
     note = "; ".join(wrong[:3]) or "0 damaged; the second was refused by name or found the run done"

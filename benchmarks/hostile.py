@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common import _resident
+from forks import written
 
 import malice
 import numerics
@@ -16,11 +17,8 @@ import numerics
 ROOM = 2**30
 """Bytes of memory that a hostile file may make the library ask for."""
 
-Judge = Callable[[Callable[[], str], Path], str]
-"""Runs a function in a process of its own and returns what it returns; empty if the process died."""
 
-
-def malicious(judge: Judge, scratch: Path) -> dict[str, Any]:
+def malicious(scratch: Path) -> dict[str, Any]:
     """Each in a process of its own, which may take 1 GiB more memory than it has."""
     wrong = []
     for name, act in malice.CASES.items():
@@ -31,7 +29,7 @@ def malicious(judge: Judge, scratch: Path) -> dict[str, Any]:
             with tempfile.TemporaryDirectory(dir=scratch) as folder:
                 return malice.harm(act, Path(folder) / "arena") or "none"
 
-        told = judge(attempt, scratch / "told")
+        told = written(attempt, scratch / "told")
         if told != "none":
             wrong.append(f"{name}: {told or 'it killed the process'}")
     count = len(malice.CASES)
@@ -41,7 +39,7 @@ def malicious(judge: Judge, scratch: Path) -> dict[str, Any]:
     return {"fault": "hostile file", "tries": count, "survived": count - len(wrong), "note": note}
 
 
-def numbers(name: str, judge: Judge, scratch: Path) -> dict[str, Any]:
+def numbers(name: str, scratch: Path) -> dict[str, Any]:
     """All variants of one case: survived where the status is the documented one and λ is where it must be."""
 
     def attempt() -> str:
@@ -50,6 +48,6 @@ def numbers(name: str, judge: Judge, scratch: Path) -> dict[str, Any]:
         claims = ", ".join(sorted({x.claim for x in found}))
         return f"{sum(x.right for x in found)}|{seen}: {claims}"
 
-    told = judge(attempt, scratch / "told")
+    told = written(attempt, scratch / "told")
     right, _, note = told.partition("|")
     return {"fault": name, "tries": len(numerics.CASES[name]), "survived": int(right or 0), "note": note or "it died"}

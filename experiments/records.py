@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import platform
-import re
 import shlex
 import sys
-from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from support import provenance
+from support.provenance import hardware as hardware
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"
 PAGES = ROOT / "experiments" / "pages"
-_PACKAGES = ("hyperkron", "numpy", "transformers", "pillow")
+_PACKAGES = ("torch", "hyperkron", "numpy", "transformers", "pillow")
 
 
 def synchronize(device: torch.device | str) -> None:
@@ -28,40 +27,9 @@ def synchronize(device: torch.device | str) -> None:
         torch.cuda.synchronize(device)
 
 
-def hardware(device: torch.device | str | None = None) -> dict[str, Any]:
-    """What figures made on ``device`` were measured on; ``None`` is the GPU, if there is one."""
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    found: dict[str, Any] = {
-        "cpu": _cpu_name(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "system": platform.platform(),
-    }
-    if torch.device(device).type == "cuda":
-        found["gpu"] = torch.cuda.get_device_name(torch.device(device))
-        found["cuda"] = torch.version.cuda
-    return found
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
 def versions() -> dict[str, str]:
     """Versions of Python, torch and the other packages that matter, where they are installed."""
-    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    for name in _PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    return provenance.versions(_PACKAGES)
 
 
 def command() -> str:
@@ -82,9 +50,7 @@ def write_result(path: str | Path, result: Mapping[str, Any]) -> Path:
     path = RESULTS / path
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {"command": command(), **result, "hardware": hardware(), "versions": versions()}
-    text = json.dumps(record, indent=2, ensure_ascii=False)
-    text = re.sub(r"\[[\s\d.,eE+-]*\]", lambda found: " ".join(found[0].split()), text)
-    path.write_text(text + "\n", "utf-8")
+    path.write_text(provenance.in_lines(record) + "\n", "utf-8")
     return path
 
 
@@ -106,6 +72,19 @@ def plain(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise TypeError(f"a result cannot hold {value!r:.60}, a {type(value).__name__}; use numbers, strings, lists, dicts")
+
+
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown.
+
+    Example:
+        >>> print(markdown(["method", "loss"], [["KFAC", "0.1"]]))
+        | method | loss |
+        | --- | --- |
+        | KFAC | 0.1 |
+    """
+    lines = (columns, ["---"] * len(columns), *rows)
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
 
 
 def rounded(value: Any, digits: int = 6) -> Any:

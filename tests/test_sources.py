@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
-from graphlib import TopologicalSorter
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -104,16 +104,50 @@ def _layer_faults(source: str, module: str, is_package: bool = False) -> list[st
     return faults
 
 
-def test_no_two_modules_import_each_other() -> None:
+def _import_graph(names: Mapping[str, Path]) -> dict[str, set[str]]:
+    """By the name of each module those of ``names`` that it imports, wherever in the file it does."""
+    graph: dict[str, set[str]] = {}
+    for name, path in names.items():
+        found = _imports(ast.parse(path.read_text("utf-8")), name, path.name == "__init__.py")
+        graph[name] = {full if full in names else full.rpartition(".")[0] for _, full in found} & names.keys() - {name}
+    return graph
+
+
+def _dotted(path: Path, root: Path) -> str:
+    parts = path.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {
+    "src": {_dotted(path, SRC.parent): path for path in SOURCES if path.name != "__init__.py"},
+    "experiments": {_dotted(path, ROOT): path for path in (ROOT / "experiments").rglob("*.py")},
+    "benchmarks": {path.stem: path for path in (ROOT / "benchmarks").glob("*.py")},  # they import each other by name
+}
+
+
+@pytest.mark.parametrize(("folder", "least"), [("src", 500), ("experiments", 300), ("benchmarks", 50)])
+def test_no_two_modules_import_each_other(folder: str, least: int) -> None:
     """Not even for type checking, and not by way of others: a reader can begin at the top and go down."""
-    names = {_module(path): path for path in SOURCES if path.name != "__init__.py"}
-    imports = {name: _imports(ast.parse(path.read_text("utf-8")), name, False) for name, path in names.items()}
-    graph = {
-        name: {module for _, full in found for module in (full, full.rpartition(".")[0]) if module in names} - {name}
-        for name, found in imports.items()
-    }
-    assert sum(map(len, graph.values())) > 500
+    graph = _import_graph(MODULES[folder])
+    assert sum(map(len, graph.values())) > least
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules
+
+
+def test_the_check_of_circles_sees(tmp_path: Path) -> None:
+    """Also those by way of a third module, within a function, or for type checking."""
+    sources = {
+        "a": "from b import x",
+        "b": "def f():\n    import c",
+        "c": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from a import y",
+        "d": "import a, b",
+    }
+    for name, text in sources.items():
+        (tmp_path / f"{name}.py").write_text(text, "utf-8")
+    names = {name: tmp_path / f"{name}.py" for name in sources}
+    with pytest.raises(CycleError):
+        TopologicalSorter(_import_graph(names)).prepare()
+    del names["c"]
+    TopologicalSorter(_import_graph(names)).prepare()
 
 
 # What each folder may not import: the library nothing outside itself, tests and benchmarks not each other.
@@ -165,14 +199,9 @@ def test_the_check_of_folders_sees(source: str, strangers: tuple[str, ...], faul
     assert len(_stranger_faults(source, strangers)) == faults
 
 
-def _module(path: Path) -> str:
-    parts = ("hyperkron", *path.relative_to(SRC).with_suffix("").parts)
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
 @pytest.mark.parametrize("path", SOURCES, ids=_name)
 def test_imports_respect_the_layers(path: Path) -> None:
-    assert _layer_faults(path.read_text("utf-8"), _module(path), path.name == "__init__.py") == []
+    assert _layer_faults(path.read_text("utf-8"), _dotted(path, SRC.parent), path.name == "__init__.py") == []
 
 
 @pytest.mark.parametrize(

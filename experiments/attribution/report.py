@@ -9,6 +9,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from experiments import records
 from experiments.attribution import early
 from experiments.attribution.peers import methods
 from experiments.attribution.settings import SETTINGS
@@ -32,7 +33,7 @@ def score_table(cells: Cells) -> str:
     found = {key: (value, "") for key, value in values(cells, "score").items()}
     for row in Lines(RESULTS / "lds.jsonl").rows:
         found.setdefault((row["setting"], row["method"]), (row, "\\*"))
-    lines = [f"| method | {' | '.join(SETTINGS)} |", "| --- " * (1 + len(SETTINGS)) + "|"]
+    lines = []
     for method in methods("all"):
         cells_of = [
             ""
@@ -40,8 +41,8 @@ def score_table(cells: Cells) -> str:
             else "{lds:.3f} ± {interval:.3f}".format(**cell[0]) + cell[1]
             for name in SETTINGS
         ]
-        lines.append(f"| {method} | {' | '.join(cells_of)} |")
-    return "\n".join(lines)
+        lines.append([method, *cells_of])
+    return records.markdown(["method", *SETTINGS], lines)
 
 
 def rises(cells: Cells) -> dict[str, dict[str, list[float]]]:
@@ -54,15 +55,15 @@ def rises(cells: Cells) -> dict[str, dict[str, list[float]]]:
 def removal_table(cells: Cells) -> str:
     """The mean rise of the loss, and for how many queries it is larger than with rows by gradient products."""
     shown = rises(cells)
-    lines = [f"| rows by | {' | '.join(shown)} |", "| --- " * (1 + len(shown)) + "|"]
+    lines = []
     for method in REMOVERS:
         texts = []
         for setting in shown.values():
             pairs = list(zip(setting[method], setting[REMOVERS[0]], strict=True))
             more = f", larger for {sum(a > b for a, b in pairs)} of {len(pairs)}" if method != REMOVERS[0] else ""
             texts.append(f"{statistics.fmean(setting[method]):+.3f}{more}")
-        lines.append(f"| {method} | {' | '.join(texts)} |")
-    return "\n".join(lines)
+        lines.append([method, *texts])
+    return records.markdown(["rows by", *shown], lines)
 
 
 def speed_table(cells: Cells) -> str:
@@ -83,16 +84,15 @@ def speed_table(cells: Cells) -> str:
 def early_table() -> str:
     """LDS of networks that are not trained to the end, with the difference to EKFAC at their last point."""
     rows = Lines(early.RESULT).rows
-    lines = [f"| epochs | {' | '.join(str(row['epochs']) for row in rows)} |", "| --- " * (1 + len(rows)) + "|"]
-    lines.append(f"| loss of the queries | {' | '.join(format(row['loss'], '.2f') for row in rows)} |")
+    lines = [["loss of the queries", *(f"{row['loss']:.2f}" for row in rows)]]
     for method in rows[0]["methods"]:
         texts = []
         for row in rows:
             (told, half), (gain, about) = row["methods"][method]["lds"], row["methods"][method]["gain"]
             more = f"{told:.3f} ± {half:.3f}" if method == early.BASE else f"{told:.3f} ({gain:+.3f} ± {about:.3f})"
             texts.append(f"**{more}**" if gain - about > 0 else more)
-        lines.append(f"| {method} | {' | '.join(texts)} |")
-    return "\n".join(lines)
+        lines.append([method, *texts])
+    return records.markdown(["epochs", *(str(row["epochs"]) for row in rows)], lines)
 
 
 def figure(cells: Cells) -> Path:

@@ -169,14 +169,15 @@ def summary(rows: list[dict[str, Any]]) -> str:
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault(row["job"][0], []).append(row)
-    lines = ["| " + " | ".join(HEADER) + " |", "|" + " --- |" * len(HEADER)]
+    lines = []
     for name, found in [*groups.items(), ("all", rows)]:
         mean = [np.mean([r["test"][kind] for r in found]) for kind in (*LEARNERS, "rival")]
         mean.append(np.mean([r["test"][r["chosen"]] for r in found]))
         taken = ", ".join(str(sum(r["chosen"] == kind for r in found)) for kind in LEARNERS)
-        lines.append(f"| {name} | {len(found)} | {' | '.join(f'{100 * v:.1f}' for v in mean)} | {taken} |")
+        lines.append([name, str(len(found)), *(f"{100 * v:.1f}" for v in mean), taken])
     real = [row for row in rows if row["job"][0] not in MADE]
-    return "\n".join([*lines, "", _gained("All", rows), *([_gained("Without made-up tables", real)] if real else [])])
+    told = [_gained("All", rows), *([_gained("Without made-up tables", real)] if real else [])]
+    return "\n".join([records.markdown(HEADER, lines), "", *told])
 
 
 def _gained(name: str, rows: list[dict[str, Any]]) -> str:

@@ -27,6 +27,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -112,16 +113,10 @@ def run(
     seeds: int | None = None,
     device: str | torch.device = "cpu",
     folder: str | Path = "runs/paper",
-    *,
-    data: str | Path | None = None,
-    limit_minutes: float | None = None,
-    workers: int = 1,
-    command: str = "",
-    say: Callable[[str], None] = lambda message: None,
+    **options: Any,
 ) -> Result:
-    """Run one recipe, or continue an interrupted run; see :meth:`Recipe.run`."""
-    options = {"data": data, "limit_minutes": limit_minutes, "workers": workers, "command": command, "say": say}
-    return _recipe(name).run(scale, seeds, device, folder, **options)  # type: ignore[arg-type]
+    """Run one recipe, or continue an interrupted run; the options are those of :meth:`Recipe.run`."""
+    return _recipe(name).run(scale, seeds, device, folder, **options)
 
 
 def meant_for(scale: Scale, device: str | torch.device) -> list[Recipe]:
@@ -137,16 +132,15 @@ def run_all(
     device: str | torch.device = "cpu",
     folder: str | Path = "runs/paper",
     *,
-    data: str | Path | None = None,
     limit_minutes: float | None = None,
     workers: int = 1,
-    command: str = "",
     say: Callable[[str], None] = print,
+    **options: Any,
 ) -> dict[str, Result]:
     """Run the recipes of :func:`meant_for` that have no complete result in ``folder`` yet.
 
     The time limit is for all of them together; what it cuts off is continued by the same call. ``workers`` is for those
-    recipes whose work can be shared.
+    recipes whose work can be shared; further options are those of :meth:`Recipe.run`.
     """
     begin, found = time.monotonic(), {}
     for recipe in meant_for(scale, device):
@@ -160,10 +154,9 @@ def run_all(
             say(f"{recipe.name}: no time left; run the same command again to continue.")
             break
         say(f"{recipe.name}: {recipe.title}")
-        options = {"data": data, "limit_minutes": left, "command": command, "say": say}
-        options["workers"] = 1 if recipe.stages is None else workers
+        own = {"limit_minutes": left, "workers": 1 if recipe.stages is None else workers, "say": say}
         try:
-            found[recipe.name] = recipe.run(scale, seeds, device, folder, **options)  # type: ignore[arg-type]
+            found[recipe.name] = recipe.run(scale, seeds, device, folder, **own, **options)  # type: ignore[arg-type]
         except OutOfTime as error:
             say(f"{recipe.name}: {error}")
             break
@@ -191,5 +184,4 @@ def report(folder: str | Path = RESULTS, out: str | Path = PAGES) -> list[Path]:
         page.section(recipe, shown[name], figures, longer.get(name), missing.get(name))
         for name, recipe in known.items()
     ]
-    sections += places.missing([recipe.place for recipe in known.values()])
     return page.write(sorted(sections, key=lambda x: places.order(x.place)), out)

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from experiments.paper import plots
 from experiments.paper.cleaning import Budget, Case
-from experiments.paper.compare import Contest, Splits, chosen_text, clearly_below, known, mean, runs, summary, tuned
-from experiments.paper.methods import Rates, methods
+from experiments.paper.compare import (
+    CIFAR,
+    SMALL_MNIST,
+    Contest,
+    Splits,
+    chosen_text,
+    clearly_below,
+    known,
+    mean,
+    of_contest,
+    runs,
+    summary,
+    tuned,
+)
+from experiments.paper.methods import ABSOLUTE, RELATIVE, WIDE, methods
 from experiments.paper.printed import printed
 from experiments.paper.recipe import Job, Judgement, Recipe, Result, Table, by_cases
 from experiments.paper.tuning import Search, shown
-from experiments.paper.visits import of_contest
 
 KINDS = ("AID-KFAC", "AID-EKFAC")
 
@@ -100,36 +111,31 @@ def tables(result: Result | None) -> list[Table]:
     return [Table(f"Test loss and time of a step (printed: ResNet-18; {settings})", columns, lines)]
 
 
-def plot_as(name: str) -> Callable[[Result, Path], list[Path]]:
+def plot(result: Result, folder: Path) -> list[Path]:
     """Loss and time of a step against τ."""
+    figures, taus = _figures(result), result.figures["intervals"]
 
-    def plot(result: Result, folder: Path) -> list[Path]:
-        figures, taus = _figures(result), result.figures["intervals"]
+    def fill(axes: Any) -> None:
+        for axis, of, label in zip(axes, figures, ("test loss", "seconds a step"), strict=True):
+            lines = {kind: (taus, of[kind]) for kind in KINDS}
+            plots.curves(axis, lines, "τ", label, log_x=True, log_y=label != "test loss")
 
-        def fill(axes: Any) -> None:
-            for axis, of, label in zip(axes, figures, ("test loss", "seconds a step"), strict=True):
-                lines = {kind: (taus, of[kind]) for kind in KINDS}
-                plots.curves(axis, lines, "τ", label, log_x=True, log_y=label != "test loss")
+    return [plots.draw(folder / f"{result.name}.svg", 2, fill)]
 
-        return [plots.draw(folder / f"{name}.svg", 2, fill)]
-
-    return plot
-
-
-RATES = Rates(inner=(0.03, 0.1, 0.3), outer=(300.0, 1e3, 3e3, 1e4), momentum=(0.9,), damping=(1e-2, 1e-1, 1.0, 10.0))
-NET_RATES = Rates(inner=(0.1,), outer=(0.1, 0.4), momentum=(0.9,), damping=(1e-2, 1.0))
 
 LINEAR = {
     "smoke": Settings(
-        Contest("vectors", (400, 200, 200), Case(batch=100), RATES, Search(2, 1, 0.5), Budget(60.0, 12, 3)), (1, 5), 5
+        Contest("vectors", (400, 200, 200), Case(batch=100), ABSOLUTE, Search(2, 1, 0.5), Budget(60.0, 12, 3)),
+        (1, 5),
+        5,
     ),
     "small": Settings(
-        Contest("mnist", (10_000, 5_000, 5_000), Case(batch=2000), RATES, Search(48, 4, 0.2), Budget(60.0, 60, 12))
+        Contest("mnist", SMALL_MNIST, Case(batch=2000), ABSOLUTE, Search(48, 4, 0.2), Budget(60.0, 60, 12))
     ),
 }
 RESNET = {
     "smoke": Settings(
-        Contest("images", (128, 64, 64), Case("tiny", 32, 5e-4, 0), NET_RATES, Search(2, 1, 0.5), Budget(60.0, 4, 2)),
+        Contest("images", (128, 64, 64), Case("tiny", 32, 5e-4, 0), RELATIVE, Search(2, 1, 0.5), Budget(60.0, 4, 2)),
         (1, 2),
         2,
         inner_steps=1,
@@ -140,7 +146,7 @@ RESNET = {
             "cifar10",
             (3_000, 2_000, 2_000),
             Case("resnet18", 256, 5e-4, 0, width=16),
-            NET_RATES,
+            RELATIVE,
             Search(4, 1, 0.25),
             Budget(120.0, 55, 11),
         ),
@@ -148,14 +154,7 @@ RESNET = {
         relative=True,
     ),
     "paper": Settings(
-        Contest(
-            "cifar10",
-            (40_000, 5_000, 5_000),
-            Case("resnet18", 1000, 5e-4, 0),
-            Rates(outer=(0.01, 0.03, 0.1, 0.3, 1.0)),
-            Search(36, 6, 0.1),
-            Budget(3600.0, 1000, 100),
-        ),
+        Contest("cifar10", CIFAR, Case("resnet18", 1000, 5e-4, 0), WIDE, Search(36, 6, 0.1), Budget(3600.0, 1000, 100)),
         relative=True,
     ),
 }
@@ -176,7 +175,7 @@ RECIPES = (
         verdict=verdict,
         weights=of_contest,
         tables=tables,
-        plot=plot_as("ekfac-resnet"),
+        plot=plot,
         note=NOTE
         + "Steps of λ are relative: the root mean square by which the weights of a batch move first. At small scale "
         "the network has 16 channels in its first stage in place of 64, 3 000 training images are cleaned (few enough "
@@ -197,7 +196,7 @@ RECIPES = (
         verdict=verdict,
         weights=of_contest,
         tables=tables,
-        plot=plot_as("ekfac-linear"),
+        plot=plot,
         note=NOTE
         + "The printed numbers are those of ResNet-18: only the trend can be compared. A first round, tuned with 8 "
         "random trials, was discarded after its test figures had been seen, and the grids were made smaller and tried "

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from experiments.paper import plots
+from experiments.paper import contest_page, plots
 from experiments.paper.cleaning import Budget, Case
 from experiments.paper.compare import (
+    CIFAR,
+    MNIST,
+    SMALL_CIFAR,
+    SMALL_MNIST,
     Contest,
     Splits,
-    chosen_text,
     clearly_below,
-    known,
     mean,
+    of_contest,
     runs,
     summary,
     tuned,
 )
-from experiments.paper.methods import Rates, methods
+from experiments.paper.methods import ABSOLUTE, RELATIVE, WIDE, Rates, methods
 from experiments.paper.recipe import Job, Judgement, Recipe, Result, Table, by_cases
-from experiments.paper.tuning import Search, shown
-from experiments.paper.visits import of_contest
+from experiments.paper.tuning import Search
 
 KFAC, CG = "AID-KFAC", "AID-CG-3"
+COLUMNS = ("test loss", "lowest test loss", "error in %", "s to it", "steps", "ms a step", "setting")
 
 
 @dataclass(frozen=True)
@@ -124,91 +126,56 @@ def tables(result: Result | None) -> list[Table]:
     """The paper shows a figure without numbers, so ours stand alone."""
     if result is None:
         return []
-    columns = [
-        "batch",
-        "method",
-        "test loss",
-        "lowest test loss",
-        "error in %",
-        "s to it",
-        "steps",
-        "ms a step",
-        "setting",
+    rows = [
+        [batch, name, *contest_page.cells(result, x, COLUMNS)]
+        for batch, found in result.figures["found"].items()
+        for name, x in found.items()
     ]
-    rows = []
-    for batch, found in result.figures["found"].items():
-        for name, x in found.items():
-            clean = [known(x[key]) for key in ("test_loss", "lowest_test_loss", "test_error")]
-            rows.append(
-                [
-                    batch,
-                    name,
-                    shown(clean[0]),
-                    shown(clean[1]),
-                    shown([100 * y for y in clean[2]], 1),
-                    shown(x["seconds_to_best"], 1),
-                    f"{mean(x['steps']):.0f}",
-                    f"{1e3 * mean(x['step_seconds']):.1f}",
-                    chosen_text(result, x),
-                ]
-            )
-    return [Table("Ours (the paper prints no numbers); all runs have the same time", columns, rows)]
+    return [Table(contest_page.TITLE, ["batch", "method", *COLUMNS], rows)]
 
 
-def plot_as(name: str) -> Callable[[Result, Path], list[Path]]:
+def plot(result: Result, folder: Path) -> list[Path]:
     """Loss and time to it by batch size (figure 3), and curves of the first seed (figure 7)."""
+    found, batches, name = result.figures["found"], result.figures["batches"], result.name
 
-    def plot(result: Result, folder: Path) -> list[Path]:
-        found, batches = result.figures["found"], result.figures["batches"]
+    def by_size(axes: Any) -> None:
+        for axis, key, label in zip(
+            axes, ("test_loss", "seconds_to_best"), ("test loss", "seconds to it"), strict=True
+        ):
+            lines = {m: (batches, [mean(found[str(b)][m][key]) for b in batches]) for m in (KFAC, CG)}
+            plots.curves(axis, lines, "batch size", label, log_x=True)
 
-        def by_size(axes: Any) -> None:
-            for axis, key, label in zip(
-                axes, ("test_loss", "seconds_to_best"), ("test loss", "seconds to it"), strict=True
-            ):
-                lines = {m: (batches, [mean(found[str(b)][m][key]) for b in batches]) for m in (KFAC, CG)}
-                plots.curves(axis, lines, "batch size", label, log_x=True)
+    def curves(axes: Any) -> None:
+        for axis, batch in zip(axes, batches, strict=True):
+            of = {m: found[str(batch)][m]["curve"] for m in (KFAC, CG)}
+            lines = {m: (c["seconds"], c["test_loss"]) for m, c in of.items()}
+            plots.curves(axis, lines, f"seconds, batch {batch}", "test loss")
 
-        def curves(axes: Any) -> None:
-            for axis, batch in zip(axes, batches, strict=True):
-                of = {m: found[str(batch)][m]["curve"] for m in (KFAC, CG)}
-                lines = {m: (c["seconds"], c["test_loss"]) for m, c in of.items()}
-                plots.curves(axis, lines, f"seconds, batch {batch}", "test loss")
+    return [
+        plots.draw(folder / f"{name}.svg", 2, by_size),
+        plots.draw(folder / f"{name}-curves.svg", len(batches), curves),
+    ]
 
-        return [
-            plots.draw(folder / f"{name}.svg", 2, by_size),
-            plots.draw(folder / f"{name}-curves.svg", len(batches), curves),
-        ]
-
-    return plot
-
-
-RATES = Rates(inner=(0.03, 0.1, 0.3), outer=(300.0, 1e3, 3e3, 1e4), momentum=(0.9,), damping=(1e-2, 1e-1, 1.0, 10.0))
-"""At a batch of 2000."""
-
-NET_RATES = Rates(inner=(0.1,), outer=(0.1, 0.4), momentum=(0.9,), damping=(1e-2, 1.0))
-"""Relative steps of λ."""
 
 LINEAR = {
     "smoke": Settings(
         (50, 200),
-        Contest("vectors", (400, 200, 200), Case(batch=100), RATES, Search(2, 1, 0.5), Budget(60.0, 12, 3)),
+        Contest("vectors", (400, 200, 200), Case(batch=100), ABSOLUTE, Search(2, 1, 0.5), Budget(60.0, 12, 3)),
     ),
     "small": Settings(
         (128, 500, 2000, 5000, 10_000),
-        Contest("mnist", (10_000, 5_000, 5_000), Case(batch=2000), RATES, Search(48, 4, 0.2), Budget(4.0)),
+        Contest("mnist", SMALL_MNIST, Case(batch=2000), ABSOLUTE, Search(48, 4, 0.2), Budget(4.0)),
     ),
     "paper": Settings(
         (128, 1000, 5000, 10_000, 50_000),
-        Contest(
-            "mnist", (50_000, 5_000, 5_000), Case(batch=5000), Rates(), Search(36, 6, 0.1), Budget(3600.0, 1000, 100)
-        ),
+        Contest("mnist", MNIST, Case(batch=5000), Rates(), Search(36, 6, 0.1), Budget(3600.0, 1000, 100)),
         refresh=1,
     ),
 }
 RESNET = {
     "smoke": Settings(
         (32, 64),
-        Contest("images", (128, 64, 64), Case("tiny", 32, 5e-4, 0), NET_RATES, Search(2, 1, 0.5), Budget(60.0, 3, 2)),
+        Contest("images", (128, 64, 64), Case("tiny", 32, 5e-4, 0), RELATIVE, Search(2, 1, 0.5), Budget(60.0, 3, 2)),
         tuned_at=32,
         inner_steps=2,
         relative=True,
@@ -217,9 +184,9 @@ RESNET = {
         (256, 1024, 2048, 5000),
         Contest(
             "cifar10",
-            (6_000, 2_000, 2_000),
+            SMALL_CIFAR,
             Case("resnet18", 1024, 5e-4, 0, width=16),
-            NET_RATES,
+            RELATIVE,
             Search(4, 1, 0.5),
             Budget(4.0, looks=4),
         ),
@@ -229,14 +196,7 @@ RESNET = {
     ),
     "paper": Settings(
         (256, 512, 1024, 2048, 5000),
-        Contest(
-            "cifar10",
-            (40_000, 5_000, 5_000),
-            Case("resnet18", 1024, 5e-4, 0),
-            Rates(outer=(0.01, 0.03, 0.1, 0.3, 1.0)),
-            Search(36, 6, 0.1),
-            Budget(3600.0, 1000, 100),
-        ),
+        Contest("cifar10", CIFAR, Case("resnet18", 1024, 5e-4, 0), WIDE, Search(36, 6, 0.1), Budget(3600.0, 1000, 100)),
         refresh=1,
         relative=True,
     ),
@@ -267,7 +227,7 @@ RECIPES = (
         verdict=verdict_linear,
         weights=of_contest,
         tables=tables,
-        plot=plot_as("batch-linear"),
+        plot=plot,
         note=NOTE
         + LINEAR_NOTE
         + "Both methods are tuned anew at every batch size, over all 48 settings of their grids. At small scale 10 000 "
@@ -284,7 +244,7 @@ RECIPES = (
         verdict=verdict_resnet,
         weights=of_contest,
         tables=tables,
-        plot=plot_as("batch-resnet"),
+        plot=plot,
         note=NOTE
         + "Steps of λ are relative: the root mean square by which the weights of a batch move first, so that a "
         "setting serves all batch sizes. At small scale the network has 16 channels in its first stage in place of "

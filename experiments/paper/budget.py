@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 from experiments.paper import (
     encoder_length,
-    linear_length,
+    image_contest,
+    linear_contest,
     linear_page,
     resnet_batches,
-    resnet_length,
     resnet_length_page,
 )
 from experiments.paper.image_contest import AS, BATCHES, LARGE, SHARED, Contest, plan_of
@@ -95,8 +95,8 @@ def _resnet() -> dict[str, Missing]:
     """For runs with batches of 2500 rows: with 500 rows the network memorises wrong labels before most weights have
     been updated, at every step size of θ tried, so that more of them would change nothing.
     """
-    times = resnet_length_page.milliseconds(Lines(resnet_length.TIMES).rows)
-    contest = Contest(Lines(resnet_length.result_of(LARGE)).rows, plan_of(LARGE))
+    times = resnet_length_page.milliseconds(Lines(image_contest.TIMES).rows)
+    contest = Contest(Lines(image_contest.result_of(LARGE)).rows, plan_of(LARGE))
 
     def of(names: Sequence[str]) -> float:
         ms = (times.get(AS.get(name, name), times["AID-KFAC"]) for name in names)
@@ -119,7 +119,7 @@ def _resnet() -> dict[str, Missing]:
 
 
 def _linear() -> dict[str, Missing]:
-    contest = linear_length.Contest(Lines(linear_length.RESULT).rows)
+    contest = linear_contest.Contest(Lines(linear_contest.RESULT).rows)
     found = {}
     for name, study in linear_page.STUDIES.items():
         total, runs = 0.0, 0
@@ -133,7 +133,7 @@ def _linear() -> dict[str, Missing]:
     return found
 
 
-def _pace(contest: linear_length.Contest, line: linear_length.Line) -> float:
+def _pace(contest: linear_contest.Contest, line: linear_contest.Line) -> float:
     """GPU milliseconds of a step with the method and batch of a line: the median of all final runs recorded."""
     batch = line.fixed.get("batch")
     own = [x for x in contest.done.values() if x["test"] and x["method"] == line.method]
@@ -196,9 +196,9 @@ def _long() -> dict[str, float]:
     decide, cnn = (BATCHES["resnet18"], LARGE), (BATCHES["cnn"], LARGE)
     others = [size for size in resnet_batches.SIZES if size not in decide]
     files = {
-        "resnet-cifar": [resnet_length.result_of(batch) for batch in decide],
-        "batch-resnet": [resnet_length.result_of(batch) for batch in others],
-        "cnn-cifar": [resnet_length.result_of(batch, "cnn") for batch in cnn],
+        "resnet-cifar": [image_contest.result_of(batch) for batch in decide],
+        "batch-resnet": [image_contest.result_of(batch) for batch in others],
+        "cnn-cifar": [image_contest.result_of(batch, "cnn") for batch in cnn],
     }
     found: dict[str, Any] = {
         name: sum(row["seconds"] / row["workers"] for file in of for row in Lines(file).rows) / 60
@@ -206,7 +206,7 @@ def _long() -> dict[str, float]:
     }
     found["encoder"] = _encoder(Lines(encoder_length.RESULT).rows, ENCODER_SECONDS)
     found["encoder-base"] = _encoder(Lines(encoder_length.MPNET).rows, 0.0)  # of its first three the time is not known
-    for row in (row for row in Lines(linear_length.RESULT).rows if row.get("device") != "cpu"):
+    for row in (row for row in Lines(linear_contest.RESULT).rows if row.get("device") != "cpu"):
         recipe = linear_page.STUDIES[study_of(row)].recipe
         found[recipe] = found.get(recipe, 0.0) + row["seconds"] / row.get("workers", FIRST_WORKERS) / 60
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -13,6 +13,8 @@ from experiments.paper.cleaning import Budget, Case, Split
 from experiments.paper.methods import Method, Rates
 from experiments.paper.recipe import Job, Result
 from experiments.paper.tuning import Difference, Search, Setting, at_edge, tune
+from experiments.paper.visits import Visits
+from experiments.trial import MEASURED
 
 Source = Literal["mnist", "cifar10", "vectors", "images"]
 """Real data by name, or made-up vectors (20) or images (3 × 8 × 8)."""
@@ -45,6 +47,11 @@ class Contest:
         """
         outer = tuple(rate * batch / self.case.batch for rate in self.rates.outer)
         return replace(self, case=replace(self.case, batch=batch), rates=replace(self.rates, outer=outer))
+
+
+MNIST, SMALL_MNIST = (50_000, 5_000, 5_000), (10_000, 5_000, 5_000)
+CIFAR, SMALL_CIFAR = (40_000, 5_000, 5_000), (6_000, 2_000, 2_000)
+"""Training, validation and second validation examples of contests at the scales ``paper`` and ``small``."""
 
 
 class Splits(Mapping[int, Split]):
@@ -147,6 +154,16 @@ def summary(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
+def method_figures(found: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The figures of the entries of a stage (:class:`experiments.paper.entries.Found`), with the chosen settings."""
+    return {name: {"setting": x["setting"], "edge": x["edge"], **summary(x["runs"])} for name, x in found.items()}
+
+
+def reference_figures(found: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """The figures of a reference line's seeds side by side."""
+    return {key: [run["best"][key] for run in found] for key in ("test_loss", "test_error")}
+
+
 def known(values: Sequence[float | None]) -> list[float]:
     """The values that are numbers."""
     return [float(x) for x in values if x is not None]
@@ -198,3 +215,27 @@ def chosen_text(result: Result, x: Mapping[str, Any]) -> str:
     """The setting of a method in a result of this module."""
     rates = result.settings.get("contest", {}).get("rates")
     return setting_text(x["setting"], x.get("edge", ()), rates)
+
+
+def of_contest(result: Result, *, relative: bool | None = None) -> list[Visits]:
+    """How often every method of a result of this module updated a weight; none where the settings are not known.
+
+    A number among the names that lead to a method is its batch size if the settings list it as one. With relative step
+    sizes the first steps only measure; ``None`` leaves it to the settings whether they are relative.
+    """
+    contest = result.settings.get("contest")
+    if contest is None:
+        return []
+    rows, usual = int(contest["counts"][0]), int(contest["case"]["batch"])
+    sizes = {str(size) for size in result.settings.get("batches", ())}
+    idle = MEASURED if (result.settings.get("relative") if relative is None else relative) else 0
+
+    def walk(part: Mapping[str, Any], names: tuple[str, ...]) -> Iterator[Visits]:
+        if isinstance(part.get("steps"), Sequence):
+            batch = next((int(name) for name in names if name in sizes), usual)
+            yield Visits(", ".join(names), statistics.fmean(part["steps"]) - idle, batch, rows)
+            return
+        for name, inside in part.items():
+            yield from walk(inside, (*names, name))
+
+    return list(walk(result.figures["found"], ()))

@@ -42,6 +42,10 @@ class Images:
     train: tuple[Tensor, Tensor]
     test: tuple[Tensor, Tensor]
 
+    def to(self, device: torch.device | str) -> Images:
+        """The same on a device."""
+        return Images(*((x.to(device), y.to(device)) for x, y in (self.train, self.test)))
+
 
 def mnist(folder: str | Path | None = None, name: str = "mnist") -> Images:
     """MNIST (60 000 and 10 000 images), or ``fashion_mnist``, from its IDX files."""

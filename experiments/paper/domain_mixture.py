@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from experiments import records
+from experiments.paper.networks import seeded
 from experiments.paper.pretraining_data import read_task
 from experiments.paper.texts import MADE_UP
 from experiments.paper.tuning import shown
@@ -112,10 +113,7 @@ def language_model(size: Size, seed: int) -> nn.Module:
     none: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     none |= {"bos_token_id": None, "eos_token_id": None, "attn_implementation": "eager"}
     config = transformers.GPT2Config(**sizes, n_head=2, **none)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model: nn.Module = transformers.GPT2LMHeadModel(config)
-    return model
+    return seeded(lambda: transformers.GPT2LMHeadModel(config), seed)
 
 
 def token_loss(model: nn.Module, ids: Tensor, weight: Tensor | None = None) -> losses.Loss:
@@ -180,7 +178,7 @@ def chosen(rows: list[dict[str, Any]], method: str) -> list[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Loss per word on the target's test texts, and the mean proportions."""
-    lines = [f"| mixing | step size of λ | test loss | {' | '.join(SOURCES)} |", "| --- " * 7 + "|"]
+    lines = []
     for method in METHODS:
         found = chosen(rows, method)
         if not found:
@@ -188,9 +186,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         edge = " (edge)" if found[0]["outer"] in (OUTER[0], OUTER[-1]) else ""
         rate = f"{found[0]['outer']:g}{edge}" if METHODS[method] else "–"
         means = [sum(row["proportions"][d] for row in found) / len(found) for d in range(len(SOURCES))]
-        cells = [method, rate, shown([row["test"] for row in found]), *(f"{mean:.2f}" for mean in means)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([method, rate, shown([row["test"] for row in found]), *(f"{mean:.2f}" for mean in means)])
+    return records.markdown(["mixing", "step size of λ", "test loss", *SOURCES], lines)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -6,6 +6,7 @@ import gc
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -29,10 +30,17 @@ from hyperkron.solution import HyperkronError
 
 
 class Source:
-    """The encoder, and the states of every dataset and depth, each made when it is first asked for."""
+    """The encoder, and the states of every dataset and depth, each made when it is first asked for.
 
-    def __init__(self, job: Job, name: str) -> None:
-        self.job, self.name = job, name
+    Args:
+        name: of the encoder.
+        data: the folder of encoders and datasets.
+        device: of everything.
+        tokens: after which a text is cut.
+    """
+
+    def __init__(self, name: str, data: Path | None, device: torch.device, tokens: int) -> None:
+        self.name, self.data, self.device, self.tokens = name, data, device, tokens
         self._corpora: dict[str, texts.Corpus] = {}
         self._states: tuple[tuple[str, int], tuple[Hidden, Hidden, Hidden]] | None = None
         self._splits: dict[tuple[Any, ...], TextSplit] = {}
@@ -40,21 +48,20 @@ class Source:
     @cached_property
     def encoder(self) -> TextEncoder:
         """The encoder, loaded."""
-        return texts.encoder(self.name, self.job.data, self.job.device)
+        return texts.encoder(self.name, self.data, self.device)
 
     def corpus(self, dataset: str) -> texts.Corpus:
         """The texts of a dataset."""
         if dataset not in self._corpora:
-            self._corpora[dataset] = texts.corpus(dataset, self.job.data)
+            self._corpora[dataset] = texts.corpus(dataset, self.data)
         return self._corpora[dataset]
 
     def split(self, part: Part, layers: int, seed: int) -> TextSplit:
         """The rows of a part; states of one dataset and depth are kept at a time."""
         found, key = self.corpus(part.dataset), (part.dataset, layers)
         if self._states is None or self._states[0] != key:
-            tokens = self.job.settings.case.tokens
             train, valid, test = (
-                self._on_device(self.encoder.prefix(rows, layers, batch_size=256, max_length=tokens))
+                self._on_device(self.encoder.prefix(rows, layers, batch_size=256, max_length=self.tokens))
                 for rows in (found.train, found.valid, found.test)
             )
             self._states, self._splits = (key, (train, valid, test)), {}
@@ -64,7 +71,7 @@ class Source:
         return self._splits[place]
 
     def _on_device(self, hidden: Hidden) -> Hidden:
-        return Hidden(hidden.values.to(self.job.device), hidden.starts.to(self.job.device))
+        return Hidden(hidden.values.to(self.device), hidden.starts.to(self.device))
 
     def model(self, classes: int, layers: int, seed: int) -> EncoderHead:
         """The tuned layers and a head with the initial weights of ``seed``."""
@@ -75,7 +82,12 @@ class Source:
             with torch.no_grad():  # drawn on the CPU, so that a seed means the same on every device
                 for p in made.head.parameters():
                     p.copy_(torch.empty(p.shape).uniform_(-bound, bound))
-        return made.to(self.job.device)
+        return made.to(self.device)
+
+
+def source_of(job: Job, name: str) -> Source:
+    """The source of a job, with an encoder."""
+    return Source(name, job.data, job.device, job.settings.case.tokens)
 
 
 def _entry(job: Job, source: Source, part: Part, layers: int, method: TextMethod) -> Entry:
@@ -177,7 +189,7 @@ def prepared(job: Job) -> Prepared:
     """Prices, and every part in order; parts that differ only in their methods belong together."""
     settings: Settings = job.settings
     facts = job.cell(["encoder"], lambda: _facts(job, settings.encoders))
-    source, depths = Source(job, facts["name"]), texts.depths(facts["layers"])
+    source, depths = source_of(job, facts["name"]), texts.depths(facts["layers"])
     made = Prepared(facts, prices(job, source, depths), [], {})
     for part in settings.parts:
         layers = depths[part.depth]

@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -145,9 +144,7 @@ def _worker(options: argparse.Namespace) -> Callable[[Task], dict[str, Any]]:
     """What carries out a task, with the encoder and the data loaded once."""
     torch.set_float32_matmul_precision("high")
     case = TextCase(steps=options.steps, looks=min(25, options.steps), tokens=100)
-    settings = SimpleNamespace(case=case)
-    job = SimpleNamespace(data=options.data, device=torch.device(options.device), settings=settings)
-    source = Source(job, options.encoder)  # type: ignore[arg-type]  # it needs these three of a job
+    source = Source(options.encoder, options.data, torch.device(options.device), case.tokens)
     return lambda task: run(source, task, case, options.checkpoints, options.layers)
 
 
@@ -171,11 +168,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Test accuracy at the end / best on the way / where the held-out rows are best, with seed 0."""
     lines = []
     for dataset in dict.fromkeys(row["dataset"] for row in rows):
-        lines += [
-            f"| {dataset}, by step size of λ | {' | '.join(f'{rate:g}' for rate in RATES)} |",
-            "| --- " * (len(RATES) + 1) + "|",
-        ]
-        lines += [f"| {name} | {' | '.join(_cell(rows, dataset, name, rate) for rate in RATES)} |" for name in METHODS]
+        head = [f"{dataset}, by step size of λ", *(f"{rate:g}" for rate in RATES)]
+        cells = [[name, *(_cell(rows, dataset, name, rate) for rate in RATES)] for name in METHODS]
+        lines.append(records.markdown(head, cells))
         given = [f"{name} {_cell(rows, dataset, name, 0.0)}" for name in REFERENCES]
         lines += ["", "Reference lines: " + "; ".join(given) + ".", ""]
     return "\n".join(lines)

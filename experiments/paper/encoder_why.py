@@ -15,7 +15,6 @@ import argparse
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -135,8 +134,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(*figures(Lines(encoder_length.RESULT).rows, lines.rows, folder), sep="\n")
         return
     case = TextCase(steps=options.steps, tokens=100)
-    job = SimpleNamespace(data=options.data, device=torch.device(options.device), settings=SimpleNamespace(case=case))
-    source = Source(job, options.encoder)  # type: ignore[arg-type]  # it needs these three of a job
+    source = Source(options.encoder, options.data, torch.device(options.device), case.tokens)
     for dataset in options.datasets:
         if dataset not in {row["dataset"] for row in lines.rows}:
             lines.append(cosines(source, dataset, case, 0))

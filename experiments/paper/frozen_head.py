@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from experiments.paper import plots, texts
 from experiments.paper.compare import mean
 from experiments.paper.encoder_page import ROWS
+from experiments.paper.networks import seeded
 from experiments.paper.recipe import Job, Judgement, Recipe, Result, Table, by_cases
 from experiments.paper.text_cleaning import (
     Shuffled,
@@ -146,9 +147,7 @@ class Head(nn.Module):
 def head(split: TextSplit, seed: int) -> Head:
     """A linear head on the states, with the initial weights of ``seed``."""
     states = split.train.hidden.values
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return Head(states.shape[1], split.classes).to(states.device)
+    return seeded(lambda: Head(states.shape[1], split.classes), seed, states.device)
 
 
 def again(settings: Settings, split: TextSplit, rows: Rows, weight: Tensor, case: FrozenCase, seed: int) -> float:

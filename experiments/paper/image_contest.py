@@ -8,13 +8,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from experiments import records
 from experiments.paper import references, resnet_runs
 from experiments.paper.resnet_runs import TAUS, Network, Size
 from experiments.paper.tuning import Setting, beyond
 
+RESULT = records.RESULTS / "paper" / "resnet-length.jsonl"
+CNN = RESULT.with_stem("cnn-length")
+TIMES = RESULT.with_stem("resnet-length-times")
 BATCHES: dict[Network, int] = {"resnet18": Size().batch, "cnn": 1000}
 """Rows of a batch."""
 LARGE = 2500
@@ -121,6 +126,22 @@ def plan_of(batch: int, network: Network = "resnet18") -> Plan:
     """
     plan = LENGTHS[network]
     return plan._replace(steps=max(1, min(plan.steps, plan.steps * BATCHES[network] // batch)))
+
+
+def result_of(batch: int, network: Network = "resnet18") -> Path:
+    """The file of the runs with a size of batches.
+
+    Example:
+        >>> result_of(2500).name, result_of(1000, "cnn").name
+        ('resnet-length-batch-2500.jsonl', 'cnn-length.jsonl')
+    """
+    file = CNN if network == "cnn" else RESULT
+    return file if batch == BATCHES[network] else file.with_stem(f"{file.stem}-batch-{batch}")
+
+
+def times_of(network: Network) -> Path:
+    """The file of the times of a step, alone on the device."""
+    return CNN.with_stem("cnn-length-times") if network == "cnn" else TIMES
 
 
 class Contest:

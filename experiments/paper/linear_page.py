@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from experiments import records
 from experiments.paper import amortization, batch_size, moving_average, plots, references, simple_models
-from experiments.paper.linear_length import ARMS, BATCHES, DECAYS, ROWS, TAUS, Contest, Line
+from experiments.paper.linear_contest import ARMS, BATCHES, DECAYS, ROWS, TAUS, Contest, Line
 from experiments.paper.recipe import Judgement, Result, Verdict
 from experiments.paper.tuning import Difference, at_edge, shown
 from experiments.paper.visits import Visits, unvisited
@@ -141,11 +142,6 @@ def tables(contest: Contest) -> str:
     return "\n\n".join(parts)
 
 
-def _grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    cells = [list(head), ["---"] * len(head), *map(list, rows)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in cells)
-
-
 def _numbers(rows: Rows, name: str, scale: float = 1.0) -> list[float]:
     return [scale * row["best"][name] for row in rows if not row["failed"]]
 
@@ -164,7 +160,7 @@ def _methods(contest: Contest) -> list[str]:
         ran = [(line, rows) for line in lines if (rows := contest.results(line))]
         ran.sort(key=lambda pair: _mean(pair[1]))
         if ran:
-            parts.append(_grid([arm, *COLUMNS], [[line.method, *_cells(line, rows)] for line, rows in ran]))
+            parts.append(records.markdown([arm, *COLUMNS], [[line.method, *_cells(line, rows)] for line, rows in ran]))
         if absent := [line.method for line in lines if line.method not in [done.method for done, _ in ran]]:
             parts.append(f"Not run, {arm}: {', '.join(absent)}.")
         parts += _gaps(contest, lines)
@@ -221,7 +217,7 @@ def _betas(contest: Contest) -> list[str]:
             losses = [shown(_numbers(x, "test_loss")) if x else "–" for x in of]
             rows.append([line.title, *losses, _seeds(of), steps, _never([row for x in of for row in x])])
     head = ["test loss", *(f"β = {beta:g}" for beta in DECAYS), "seeds", "setting", NEVER]
-    return [_grid(head, rows)] if rows else []
+    return [records.markdown(head, rows)] if rows else []
 
 
 NEVER = "weights not updated then"
@@ -244,7 +240,7 @@ def _sizes(contest: Contest) -> list[str]:
     for line in (line for line in contest.lines if line.study == "batches"):
         if found := contest.results(line):
             rows.append([line.title, *_cells(line, found), _never(found)])
-    return [_grid(["batches", *COLUMNS, NEVER], rows)] if rows else []
+    return [records.markdown(["batches", *COLUMNS, NEVER], rows)] if rows else []
 
 
 def _taus(contest: Contest) -> list[str]:
@@ -258,7 +254,7 @@ def _taus(contest: Contest) -> list[str]:
             never = _never([row for x in of for row in x])
             rows.append([f"{tau}", *cells, *("–" if x is None else f"{x:.1f}" for x in ms), _seeds(of), never])
     head = ["τ", *(f"{x.method}, test loss" for x in lines), *(f"{x.method}, GPU ms a step" for x in lines), "seeds"]
-    return [_grid([*head, NEVER], rows)] if rows else []
+    return [records.markdown([*head, NEVER], rows)] if rows else []
 
 
 def figures(contest: Contest, folder: Path) -> list[Path]:

@@ -12,7 +12,6 @@ import hashlib
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
@@ -27,9 +26,10 @@ from experiments.paper.long_tail_data import LongTail, Part, decoded, keep_decod
 from experiments.paper.long_tail_page import NOTE, answer, plot, tables, verdict
 from experiments.paper.long_tail_training import METHODS, Case, Training
 from experiments.paper.recipe import LISTED, Job, Recipe
+from experiments.paper.side_by_side import share_cells
 from experiments.paper.tuning import at_edge
 from experiments.pieces import OutOfTime
-from experiments.workers import share, stopped_at
+from experiments.workers import stopped_at
 
 Arm = Literal["own", "printed"]
 
@@ -256,20 +256,14 @@ def fill(job: Job, recipe: Recipe, count: int) -> None:
             prices(job, Runner(settings, job.device, folder))
         except OutOfTime:
             return
-        began = time.monotonic()
 
-        def ready() -> Iterator[tuple[list[Any], Task]]:
-            return (([*task], task) for task in missing(job))
-
-        def keep(key: list[Any], value: dict[str, Any], seconds: float, busy: float) -> None:
-            accuracy = value.get("test", value.get("held_out", 0.0))
-            job.say(f"{time.monotonic() - began:5.0f} s: {key}: {100 * accuracy:.1f} %, {seconds:.0f} s")
-            job.cells.put(key, value, seconds, busy)
+        def told(value: dict[str, Any]) -> str:
+            return f", {100 * value.get('test', value.get('held_out', 0.0)):.1f} %"
 
         saved = Path(os.environ.get("HYPERKRON_CHECKPOINTS") or job.cells.path.parent / "long-tail-checkpoints")
         make = partial(_worker, settings, str(job.device), folder, saved)
         with suppress(OutOfTime), stopped_at(job.deadline):
-            share(count, make, ready, keep, late=lambda: job.late)
+            share_cells(job, count, make, lambda: (([*task], task) for task in missing(job)), told)
 
 
 def _worker(settings: Settings, device: str, folder: Path | None, saved: Path) -> Callable[[Task], dict[str, Any]]:

@@ -6,13 +6,12 @@ from typing import NamedTuple
 
 from experiments.paper import (
     encoder_length,
-    linear_length,
+    linear_contest,
     linear_page,
     resnet_batches,
-    resnet_length,
     resnet_length_page,
 )
-from experiments.paper.image_contest import BATCHES
+from experiments.paper.image_contest import BATCHES, result_of
 from experiments.paper.recipe import Judgement
 from experiments.pieces import Lines
 
@@ -34,10 +33,10 @@ def longer() -> dict[str, Longer]:
         found[name] = Longer(resnet_length_page.judgement(place), "resnet-length.md")
     found["batch-resnet"] = Longer(resnet_batches.verdict(resnet_batches.by_size()), "resnet-length.md")
     batch = BATCHES["cnn"]
-    if Lines(resnet_length.result_of(batch, "cnn")).rows:
+    if Lines(result_of(batch, "cnn")).rows:
         figure = resnet_length_page.judgement("Figure 5", batch=batch, network="cnn")
         found["cnn-cifar"] = Longer(figure, "cnn-length.md")
-    contest = linear_length.Contest(Lines(linear_length.RESULT).rows)
+    contest = linear_contest.Contest(Lines(linear_contest.RESULT).rows)
     for study, x in linear_page.STUDIES.items():
         found[x.recipe] = Longer(linear_page.judgement(study, contest), "linear-length.md")
     return found

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from experiments.paper import plots
+from experiments.paper.networks import seeded
 from experiments.paper.recipe import Job, Judgement, Recipe, Result, Table, Verdict, by_cases
 from experiments.pieces import OutOfTime
 from hyperkron import losses
@@ -76,9 +77,7 @@ def _step(settings: Settings, layers: int, device: torch.device, algorithm: Algo
         vocab_size=2,
     )
     config._attn_implementation = "eager"  # double backward needs it
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = EncoderHead(BertModel(config, add_pooling_layer=False), settings.classes, layers).to(device)
+    model = seeded(lambda: EncoderHead(BertModel(config, add_pooling_layer=False), settings.classes, layers), 0, device)
     count = settings.batch
     hidden = torch.randn(count, settings.tokens, settings.hidden, generator=torch.Generator().manual_seed(1)).to(device)
     mask = torch.ones(count, settings.tokens, dtype=torch.bool, device=device)

@@ -45,6 +45,13 @@ class Rates:
     own: tuple[float, ...] = (0.001, 0.01, 0.1, 1.0)
 
 
+ABSOLUTE = Rates(inner=(0.03, 0.1, 0.3), outer=(300.0, 1e3, 3e3, 1e4), momentum=(0.9,), damping=(1e-2, 1e-1, 1.0, 10.0))
+"""Of the linear model at small scale, at a batch of 2000."""
+RELATIVE = Rates(inner=(0.1,), outer=(0.1, 0.4), momentum=(0.9,), damping=(1e-2, 1.0))
+"""Of networks at small scale, with relative steps of λ."""
+WIDE = Rates(outer=(0.01, 0.03, 0.1, 0.3, 1.0))
+"""Of networks at paper scale, with relative steps of λ."""
+
 Make = Callable[[Setting, int], Hypergradient]
 
 

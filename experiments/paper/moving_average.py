@@ -9,11 +9,21 @@ from typing import Any
 
 from experiments.paper import plots
 from experiments.paper.cleaning import Budget, Case
-from experiments.paper.compare import Contest, Splits, clearly_below, known, mean, runs, summary, tuned
+from experiments.paper.compare import (
+    MNIST,
+    Contest,
+    Splits,
+    clearly_below,
+    known,
+    mean,
+    of_contest,
+    runs,
+    summary,
+    tuned,
+)
 from experiments.paper.methods import Method, Rates, methods
 from experiments.paper.recipe import Job, Judgement, Recipe, Result, Table, Verdict
 from experiments.paper.tuning import Search, shown
-from experiments.paper.visits import of_contest
 
 NAME = "AID-KFAC"
 
@@ -137,14 +147,7 @@ RECIPES = (
                 (500, 5_000),
             ),
             "paper": Settings(
-                Contest(
-                    "mnist",
-                    (50_000, 5_000, 5_000),
-                    Case(decay=0.0),
-                    Rates(),
-                    Search(36, 6, 0.1),
-                    Budget(3600.0, 1000, 100),
-                ),
+                Contest("mnist", MNIST, Case(decay=0.0), Rates(), Search(36, 6, 0.1), Budget(3600.0, 1000, 100)),
                 (1000, 50_000),
             ),
         },

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from hyperkron.cleaning.models import resnet18
 from hyperkron.cleaning.models.resnet import BasicBlock, ResNet
 from hyperkron.solution import HyperkronError
 
+Made = TypeVar("Made", bound=nn.Module)
 Network = Literal["linear", "cnn", "resnet18", "tiny"]
 """``linear``: 784 → 10; ``cnn``: three convolutions; ``resnet18``: CIFAR's; ``tiny``: a small ResNet for smoke runs."""
 
@@ -62,6 +63,13 @@ def resnet32(classes: int = 10, width: int = 16, blocks: int = 5) -> ResNet:
     return model
 
 
+def seeded(make: Callable[[], Made], seed: int, device: torch.device | str = "cpu") -> Made:
+    """A network with the initial weights of ``seed``, drawn on the CPU; torch's own random state is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return make().to(device)
+
+
 def make(network: Network, features: int, seed: int, width: int | None = None) -> nn.Module:
     """A network with the initial weights of ``seed``; those of ``linear`` are zero.
 
@@ -79,9 +87,7 @@ def make(network: Network, features: int, seed: int, width: int | None = None) -
     }
     if network not in makers:
         raise HyperkronError(f"network={network!r} is unknown; choose one of {', '.join(makers)}.")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = makers[network]()
+    model = seeded(makers[network], seed)
     if isinstance(model, nn.Linear):
         nn.init.zeros_(model.weight)
         nn.init.zeros_(model.bias)

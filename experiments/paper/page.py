@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
+from experiments import records
 from experiments.paper import budget
 from experiments.paper.budget import Missing
 from experiments.paper.longer import Longer
@@ -38,7 +39,7 @@ ANSWERS = 2
 
 @dataclass(frozen=True)
 class Section:
-    """What the page says about one recipe, or about a place of the paper without one.
+    """What the page says about one recipe.
 
     Attributes:
         judgement: that counts: of the runs of the paper's length, where there are any.
@@ -152,7 +153,7 @@ def _made(result: Result | None) -> str:
 
 def markdown(sections: Sequence[Section]) -> str:
     """The short page: a screen for each section, the rest behind a link."""
-    lines = [f"# {TITLE}", "", INTRODUCTION, "", *_grid(OVERVIEW, _overview(sections)), ""]
+    lines = [f"# {TITLE}", "", INTRODUCTION, "", records.markdown(OVERVIEW, _overview(sections)), ""]
     for x in sections:
         lines += [f"## {x.place}: {x.title}", "", _verdict(x), ""]
         if x.longer:
@@ -175,7 +176,7 @@ def record(x: Section) -> str:
     lines += [*(f"- {text}" for text in x.answer), *([""] if x.answer else [])]
     lines += [line for text in (x.note, f"*Rule:* {x.rule}" if x.rule else "") if text for line in (text, "")]
     for table in x.tables:
-        lines += [f"{table.title}:", "", *_grid(table.columns, table.rows), ""]
+        lines += [f"{table.title}:", "", records.markdown(table.columns, table.rows), ""]
     lines += [line for path in x.figures for line in (f"![{x.title}](../{path})", "")]
     lines += [f"*Made by:* {x.made}", ""] if x.made else []
     return "\n".join([*lines, "[All tables and figures](../paper.md)"]) + "\n"
@@ -194,7 +195,7 @@ def _first_table(tables: Sequence[Table]) -> list[str]:
     if not tables:
         return []
     table, more = tables[0], len(tables[0].rows) - ROWS
-    lines = [f"{table.title}:", "", *_grid(table.columns, table.rows[:ROWS]), ""]
+    lines = [f"{table.title}:", "", records.markdown(table.columns, table.rows[:ROWS]), ""]
     return [*lines, f"{more} more rows are in the record.", ""] if more > 0 else lines
 
 
@@ -209,11 +210,6 @@ def _needs(x: Section) -> str:
     if x.missing is None:
         return "on its page" if x.judgement.verdict is Verdict.REFUSED else "–"
     return f"about {budget.rounded(x.missing.minutes)}" + ("" if x.missing.unit == "GPU-minutes" else " (CPU)")
-
-
-def _grid(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    cells = [columns, ["---"] * len(columns), *rows]
-    return ["| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in cells]
 
 
 def _capital(text: str) -> str:

@@ -102,14 +102,15 @@ def chosen(model: str) -> dict[str, Setting]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Test accuracy of all networks, and the drop: mean ± half a 95 % interval over networks, by attack."""
-    lines = ["| added rows | seed | networks | test accuracy in % | drop in points |", "| --- " * 5 + "|"]
+    columns = ["added rows", "seed", "networks", "test accuracy in %", "drop in points"]
+    lines = []
     tests = {(row["method"], row["seed"], row["network"]): row["test"] for row in rows}
     for method, seed in dict.fromkeys((row["method"], row["seed"]) for row in rows):
         own = {k: test for (name, of, k), test in tests.items() if (name, of) == (method, seed)}
         drops = [tests["clean", seed, k] - test for k, test in own.items() if ("clean", seed, k) in tests]
         drop = "–" if method == "clean" else shown(drops, 2)
-        lines.append(f"| {method} | {seed} | {len(own)} | {', '.join(f'{x:.1f}' for x in own.values())} | {drop} |")
-    return "\n".join(lines) if rows else ""
+        lines.append([method, str(seed), str(len(own)), ", ".join(f"{x:.1f}" for x in own.values()), drop])
+    return records.markdown(columns, lines) if rows else ""
 
 
 def _worker(options: argparse.Namespace) -> Callable[[Task], dict[str, Any]]:

@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from experiments import trial
 from experiments.paper import datasets
 from experiments.paper.epochs import Epochs
+from experiments.paper.networks import seeded
 from hyperkron import losses
 from hyperkron.batches import Source
 from hyperkron.cleaning.models import mlp
@@ -241,13 +242,6 @@ class ConvolutionalLeader(nn.Module):
         return made
 
 
-def _seeded(make: Callable[[], nn.Module], seed: int, device: torch.device) -> nn.Module:
-    """Made with the initial weights of ``seed``; torch's own random state stays."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return make().to(device)
-
-
 def network(case: Case, rows: Part, seed: int) -> nn.Module:
     """A follower with the initial weights of ``seed``."""
     x = rows[0]
@@ -257,14 +251,14 @@ def network(case: Case, rows: Part, seed: int) -> nn.Module:
             return lenet(x.shape[1], x.shape[2])
         return mlp(x.shape[1], CLASSES, () if case.network == "linear" else (x.shape[1], x.shape[1]))
 
-    return _seeded(make, seed, x.device)
+    return seeded(make, seed, x.device)
 
 
 def leader(rows: Part, seed: int) -> nn.Module:
     """A leader with the initial weights of ``seed``."""
     x = rows[0]
     make = (lambda: ConvolutionalLeader(x.shape[1])) if x.ndim == 4 else (lambda: Leader(x.shape[1]))
-    return _seeded(make, seed, x.device)
+    return seeded(make, seed, x.device)
 
 
 # --- the bilevel problem and plain training -----------------------------------------------------------------

@@ -21,9 +21,9 @@ from experiments.paper import costs
 from experiments.paper.pretraining_page import NOTE, answer, tables, verdict
 from experiments.paper.pretraining_trial import BILEVEL, METHODS, Case, Source, Trial
 from experiments.paper.recipe import LISTED, Job, Recipe, Scale
+from experiments.paper.side_by_side import share_cells
 from experiments.paper.texts import MADE_UP
 from experiments.pieces import OutOfTime
-from experiments.workers import share
 from hyperkron.solution import HyperkronError
 
 PRINTED = 1e-5
@@ -262,18 +262,9 @@ def fill(job: Job, recipe: Recipe, count: int) -> None:
     source = _Once(job)
     _prices(job, source, MAIN)
     source.made = None
-
-    def keep(key: list[Any], value: dict[str, Any], seconds: float, busy: float) -> None:
-        job.say(f"{' '.join(map(str, key))}: test {value['test']}, {seconds:.1f} s")
-        job.cells.put(key, value, seconds, busy)
-
     make = partial(_worker, job.settings, job.data, str(job.device))
-    ready = partial(_ready, job)
-    share(count, make, ready, keep, late=lambda: job.late)
-
-
-def _ready(job: Job) -> list[tuple[list[Any], Task]]:
-    return [(list(task), task) for task in _missing(job)]
+    ready = lambda: [(list(task), task) for task in _missing(job)]  # noqa: E731
+    share_cells(job, count, make, ready, lambda value: f", test {value['test']}")
 
 
 def _worker(settings: Settings, data: Path | None, device: str) -> Callable[[Task], dict[str, Any]]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from experiments.paper.networks import seeded
 from experiments.paper.pretraining_data import IGNORED
 from hyperkron import losses
 from hyperkron.hyper import MetaWeightNet
@@ -113,9 +114,7 @@ class AuxiliaryWeight(nn.Module):
 
 def weight_network(hidden: int = 100, seed: int = 0) -> MetaWeightNet:
     """w(ℓ) = 2 sigmoid(MLP(ℓ)); the last layer begins at 0, so that every weight begins at 1."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        made = MetaWeightNet(hidden, scale=2.0)
+    made = seeded(lambda: MetaWeightNet(hidden, scale=2.0), seed)
     last = made.net[-1]
     assert isinstance(last, nn.Linear)
     nn.init.zeros_(last.weight)

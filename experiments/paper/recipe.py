@@ -33,7 +33,6 @@ class Verdict(Enum):
     REFUSED = "no verdict"
     UNJUDGED = "not judged at this scale"
     NOT_RUN = "not run"
-    NO_RECIPE = "no recipe"
 
 
 @dataclass(frozen=True)
@@ -162,6 +161,11 @@ class Job:
         return self.cells.put(key, value, spent, busy)
 
     @property
+    def place(self) -> tuple[Scale, int, torch.device, Path, Path | None]:
+        """What :meth:`Recipe.job` needs to make this job again in another process."""
+        return self.scale, len(self.seeds), self.device, self.cells.path.parent, self.data
+
+    @property
     def late(self) -> bool:
         """Whether the deadline has passed."""
         return time.monotonic() > self.deadline
@@ -170,6 +174,10 @@ class Job:
         """:class:`OutOfTime` where the deadline has passed."""
         if self.late:
             raise OutOfTime("the time limit was reached; run the same command again to continue.")
+
+
+def _none_learned(result: Result) -> Sequence[Visits]:
+    return ()
 
 
 @dataclass(frozen=True)
@@ -214,7 +222,7 @@ class Recipe:
     note: str = ""
     answer: Callable[[Result], Sequence[str]] | None = None
     judged: tuple[Scale, ...] = ("small", "paper")
-    weights: Callable[[Result], Sequence[Visits]] = lambda result: ()
+    weights: Callable[[Result], Sequence[Visits]] = _none_learned
     gpu: tuple[Scale, ...] = ()
     seeds: Mapping[Scale, int] = field(default_factory=lambda: {"smoke": 1, "small": 3, "paper": 5})
     partial: bool = False
@@ -268,8 +276,8 @@ class Recipe:
             say: called with a line after every cell.
         """
         self._check_workers(workers)
-        job = self.job(scale, seeds, torch.device(device), Path(folder))
-        job.data, job.say = None if data is None else Path(data), say
+        job = self.job(scale, seeds, torch.device(device), Path(folder), None if data is None else Path(data))
+        job.say = say
         if limit_minutes is not None:
             job.deadline = time.monotonic() + 60 * limit_minutes
         if workers > 1 and self.fill is not None:
@@ -299,7 +307,7 @@ class Recipe:
                 "themselves; use workers=1."
             )
 
-    def job(self, scale: Scale, seeds: int | None, device: torch.device, folder: Path) -> Job:
+    def job(self, scale: Scale, seeds: int | None, device: torch.device, folder: Path, data: Path | None = None) -> Job:
         """A run of it, with the cells of earlier ones."""
         if scale not in self.settings:
             raise HyperkronError(f"scale={scale!r} is not among {', '.join(self.scales)}, the scales of {self.name}.")
@@ -310,7 +318,7 @@ class Recipe:
         settings = self.settings[scale]
         kind = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
         cells = Cells(folder / f"{self.name}-{scale}.cells.jsonl", {"device": kind, "settings": _marking(settings)})
-        return Job(scale, settings, tuple(range(1, count + 1)), device, cells)
+        return Job(scale, settings, tuple(range(1, count + 1)), device, cells, data)
 
     def _work(self, job: Job) -> tuple[tuple[int, ...], dict[str, Any]]:
         """The seeds that are complete and their figures: all, or as many as there was time for.

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from experiments.paper import plots
+from experiments.paper import contest_page
 from experiments.paper.cleaning import Budget, Case
-from experiments.paper.compare import Contest, Splits, chosen_text, clearly_below, known, mean, summary
+from experiments.paper.compare import (
+    CIFAR,
+    SMALL_CIFAR,
+    Contest,
+    Splits,
+    clearly_below,
+    mean,
+    method_figures,
+    of_contest,
+    reference_figures,
+)
 from experiments.paper.entries import Stage, compete
 from experiments.paper.image_entries import method_entry, reference_entry
-from experiments.paper.methods import Rates, methods
-from experiments.paper.recipe import Job, Judgement, Recipe, Result, Table, by_cases
+from experiments.paper.methods import RELATIVE, WIDE, Rates, methods
+from experiments.paper.recipe import Job, Judgement, Recipe, Result, by_cases
 from experiments.paper.references import KINDS
-from experiments.paper.tuning import Difference, Grid, Search, shown
-from experiments.paper.visits import of_contest
+from experiments.paper.tuning import Difference, Grid, Search
 
 PAIRS = (("AID-CG-3", "AID-KFAC"), ("MRBO", "MRBO-KFAC"), ("AmIGO", "AmIGO-KFAC"))
 FIRST = tuple(name for pair in PAIRS for name in reversed(pair))
@@ -58,16 +66,9 @@ def contend(job: Job, others: Sequence[str], grid: Grid) -> dict[str, Any]:
         Stage("others", [method_entry(contest, splits, every[name]) for name in others]),
     ]
     found = compete(job, stages, contest.search.trials)
-    lines = {
-        kind: {key: [run["best"][key] for run in x["runs"]] for key in ("test_loss", "test_error")}
-        for kind, x in found.stages.get("references", {}).items()
-    }
-    flat = {name: x for stage, of in found.stages.items() if stage != "references" for name, x in of.items()}
-    return {
-        "found": {name: {"setting": x["setting"], "edge": x["edge"], **summary(x["runs"])} for name, x in flat.items()},
-        "references": lines,
-        "cut_short": found.cut_short,
-    }
+    lines = {kind: reference_figures(x["runs"]) for kind, x in found.stages.pop("references", {}).items()}
+    flat = {name: x for of in found.stages.values() for name, x in of.items()}
+    return {"found": method_figures(flat), "references": lines, "cut_short": found.cut_short}
 
 
 def verdict(result: Result) -> Judgement:
@@ -114,46 +115,7 @@ def answer(result: Result) -> list[str]:
     return text
 
 
-def tables(result: Result | None) -> list[Table]:
-    """The paper shows a figure without numbers, so ours stand alone."""
-    if result is None:
-        return []
-    columns = ["method", "test loss", "error in %", "lowest test loss", "steps", "ms a step", "F1 of kept rows"]
-    columns += ["seeds", "setting"]
-    rows = [
-        [
-            name,
-            shown(known(x["test_loss"])),
-            shown([100 * y for y in known(x["test_error"])], 1),
-            shown(known(x["lowest_test_loss"])),
-            f"{mean(x['steps']):.0f}",
-            f"{1e3 * mean(x['step_seconds']):.1f}",
-            f"{mean(x['f1']):.3f}",
-            str(len(x["steps"])),
-            chosen_text(result, x),
-        ]
-        for name, x in sorted(result.figures["found"].items(), key=lambda pair: mean(pair[1]["test_loss"]))
-    ]
-    for kind, x in result.figures["references"].items():
-        error = shown([100 * y for y in known(x["test_error"])], 1)
-        rows.append([kind, shown(known(x["test_loss"])), error, *["–"] * 4, str(len(x["test_loss"])), "–"])
-    return [Table("Ours (the paper prints no numbers); all runs have the same time", columns, rows)]
-
-
-def plot(result: Result, folder: Path) -> list[Path]:
-    """Test loss of the first seed by time and by iteration, with the reference lines."""
-    found = result.figures["found"]
-    level = {kind: mean(x["test_loss"]) for kind, x in result.figures["references"].items()}
-
-    def fill(axes: Any) -> None:
-        for axis, key, label in zip(axes, ("seconds", "step"), ("seconds", "outer steps"), strict=True):
-            lines = {name: (x["curve"][key], plots.numbers(x["curve"]["test_loss"])) for name, x in found.items()}
-            plots.curves(axis, lines, label, "test loss", level=level)
-
-    return [plots.draw(folder / "resnet-cifar.svg", 2, fill, height=4.2)]
-
-
-RATES = Rates(inner=(0.1,), outer=(0.1, 0.4), momentum=(0.9,), damping=(1e-2, 1.0), step=(0.01, 0.1), own=(0.1, 1.0))
+RATES = replace(RELATIVE, step=(0.01, 0.1), own=(0.1, 1.0))
 
 SETTINGS = {
     "smoke": Settings(
@@ -161,26 +123,12 @@ SETTINGS = {
         inner_steps=1,
     ),
     "small": Settings(
-        Contest(
-            "cifar10",
-            (6_000, 2_000, 2_000),
-            Case("resnet18", 256, 5e-4, 0),
-            RATES,
-            Search(2, 1, 0.3),
-            Budget(5.0, looks=4),
-        ),
+        Contest("cifar10", SMALL_CIFAR, Case("resnet18", 256, 5e-4, 0), RATES, Search(2, 1, 0.3), Budget(5.0, looks=4)),
         inner_steps=5,
         refresh=5,
     ),
     "paper": Settings(
-        Contest(
-            "cifar10",
-            (40_000, 5_000, 5_000),
-            Case("resnet18", 1000, 5e-4, 0),
-            Rates(outer=(0.01, 0.03, 0.1, 0.3, 1.0)),
-            Search(36, 1, 0.1),
-            Budget(1800.0, 1000, 50),
-        )
+        Contest("cifar10", CIFAR, Case("resnet18", 1000, 5e-4, 0), WIDE, Search(36, 1, 0.1), Budget(1800.0, 1000, 50))
     ),
 }
 
@@ -194,8 +142,8 @@ RECIPES = (
         work=work,
         verdict=verdict,
         weights=partial(of_contest, relative=True),
-        tables=tables,
-        plot=plot,
+        tables=contest_page.tables,
+        plot=partial(contest_page.plot, height=4.2),
         note="The same time for all methods and reference lines. Step sizes of λ are relative: the root mean square by "
         "which the weights of a batch move first. At small scale 10 000 training images are cut into 6 000, 2 000 and "
         "2 000 (few enough for weights to move more than once), double loops make 5 inner steps of batch 256, KFAC's "

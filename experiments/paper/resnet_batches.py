@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from experiments import records
 from experiments.paper.compare import clearly_below
-from experiments.paper.image_contest import OWN, Contest, plan_of
+from experiments.paper.image_contest import OWN, Contest, plan_of, result_of
 from experiments.paper.recipe import Judgement, Verdict, by_cases
-from experiments.paper.resnet_length import result_of
 from experiments.paper.resnet_length_page import cells_of, judged, losses, refused
 from experiments.paper.tuning import Difference
 from experiments.paper.visits import MOST
@@ -60,10 +60,10 @@ def table(contests: Mapping[int, Contest]) -> str:
         "visits then",
         "not updated then",
     ]
-    lines = ["| " + " | ".join(head) + " |", "| --- " * len(head) + "|"]
+    lines = []
     for size, contest in contests.items():
         for name in ("AID-KFAC", "AID-CG-3"):
             if rows := [row for row in contest.results(name) if not row["failed"]]:
                 cells = cells_of(contest, name, OWN, {})
-                lines.append(f"| {size} | {name} | {len(rows)} | {' | '.join(cells[:5])} |")
-    return "\n".join(lines)
+                lines.append([str(size), name, str(len(rows)), *cells[:5]])
+    return records.markdown(head, lines)

@@ -20,8 +20,7 @@ from experiments import records
 from experiments.paper import cleaning, datasets, resnet_runs
 from experiments.paper.cleaning import Split
 from experiments.paper.exactness import exact, nearness
-from experiments.paper.image_contest import OWN, Contest
-from experiments.paper.resnet_length import RESULT
+from experiments.paper.image_contest import OWN, RESULT, Contest
 from experiments.paper.resnet_runs import Size
 from experiments.paper.tuning import Setting
 from experiments.pieces import Lines

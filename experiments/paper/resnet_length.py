@@ -46,7 +46,8 @@ from typing import Any, get_args
 import torch
 
 from experiments import records
-from experiments.paper import cleaning, datasets, resnet_runs
+from experiments.paper import cleaning, datasets, resnet_batches, resnet_runs
+from experiments.paper import resnet_length_page as page
 from experiments.paper.cleaning import Split
 from experiments.paper.image_contest import (
     ARMS,
@@ -54,6 +55,7 @@ from experiments.paper.image_contest import (
     LENGTHS,
     NAMES,
     OTHERS,
+    RESULT,
     SHARED,
     Contest,
     Plan,
@@ -61,14 +63,14 @@ from experiments.paper.image_contest import (
     key,
     loss_of,
     plan_of,
+    result_of,
+    times_of,
 )
 from experiments.paper.resnet_runs import Network, Size
 from experiments.pieces import Lines
 from experiments.trial import Saved
 from experiments.workers import share
 
-RESULT = records.RESULTS / "paper" / "resnet-length.jsonl"
-CNN = RESULT.with_stem("cnn-length")
 TIMED = Size((10_000, 1_000, 1_000))
 """What times are measured with; they do not depend on the number of rows."""
 SMOKE = Size((20, 10, 10), 10, 2, 2)
@@ -78,7 +80,6 @@ SAVED_EVERY = 30.0
 """Seconds between two checkpoints of a long run; a cut-off loses no more."""
 UNKNOWN: dict[Network, float] = {"resnet18": 1000.0, "cnn": 100.0}
 """Milliseconds of a step whose time has not been measured, for the distance of checkpoints."""
-TIMES = RESULT.with_stem("resnet-length-times")
 
 
 def saved(task: Task, folder: Path | None, step_seconds: float) -> Saved | None:
@@ -108,30 +109,13 @@ def run(
     return {**named, "batch": size.batch, **found}
 
 
-def result_of(batch: int, network: Network = "resnet18") -> Path:
-    """The file of the runs with a size of batches.
-
-    Example:
-        >>> result_of(2500).name, result_of(1000, "cnn").name
-        ('resnet-length-batch-2500.jsonl', 'cnn-length.jsonl')
-    """
-    file = CNN if network == "cnn" else RESULT
-    return file if batch == BATCHES[network] else file.with_stem(f"{file.stem}-batch-{batch}")
-
-
-def times_of(network: Network) -> Path:
-    """The file of the times of a step, alone on the device."""
-    return CNN.with_stem("cnn-length-times") if network == "cnn" else TIMES
-
-
 def _worker(options: argparse.Namespace) -> Callable[[Task], dict[str, Any]]:
     """What carries out a run; the data are on the device, and a split is made once for a seed."""
     torch.set_float32_matmul_precision("high")
     size = replace(SMOKE if options.smoke else Size(batch=options.batch), network=options.network)
     shape = (3, 32, 32)
     found = cleaning.made_up(shape, sum(size.counts), 10) if options.smoke else datasets.cifar10(options.data)
-    parts = [(x.to(options.device), y.to(options.device)) for x, y in (found.train, found.test)]
-    data, made = datasets.Images(*parts), dict[int, Split]()
+    data, made = found.to(options.device), dict[int, Split]()
 
     def carry_out(task: Task) -> dict[str, Any]:
         task = Task(*task)
@@ -193,9 +177,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run what is not recorded yet, measure times, print the tables or draw the figure."""
-    from experiments.paper import resnet_batches
-    from experiments.paper import resnet_length_page as page
-
     options = _parser().parse_args(arguments)
     usual = BATCHES[options.network]
     options.batch = options.batch or usual

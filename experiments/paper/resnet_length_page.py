@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments import records
 from experiments.paper import plots, references
 from experiments.paper.compare import clearly_below
 from experiments.paper.image_contest import (
@@ -22,9 +23,10 @@ from experiments.paper.image_contest import (
     Plan,
     key,
     plan_of,
+    result_of,
+    times_of,
 )
 from experiments.paper.recipe import Judgement, Verdict, by_cases
-from experiments.paper.resnet_length import result_of, times_of
 from experiments.paper.resnet_runs import Network, Size
 from experiments.paper.tuning import Difference, shown
 from experiments.paper.visits import MOST, Visits
@@ -171,7 +173,7 @@ def tables(contest: Contest, times: Rows, network: Network = "resnet18") -> str:
 
 def _runs(contest: Contest, times: Times) -> list[str]:
     """The results of all winners for each arm, their differences, and lines cut short."""
-    parts = ["\n".join(rows) for arm in ARMS if (rows := _arm(contest, arm, times))]
+    parts = [table for arm in ARMS if (table := _arm(contest, arm, times))]
     return [*parts, *gaps(contest), *_cut_short(contest)]
 
 
@@ -194,7 +196,7 @@ def _inners(contest: Contest) -> list[str]:
         return []
     head = ["θ's step size", "method", "test loss", "error in %", "at step", "visits then", "not updated then"]
     head += ["loss, second half", "error in %, second half", "weights right / wrong"]
-    lines = ["| " + " | ".join(head) + " |", "| --- " * len(head) + "|"]
+    lines = []
     for row in rows:
         seen, learned = visits(row), "f1" in row
         then = [f"{seen.mean:.1f}", f"{seen.never:.0%}"] if learned else ["–", "–"]
@@ -202,8 +204,8 @@ def _inners(contest: Contest) -> list[str]:
         cells += [f"{100 * row['best']['test_error']:.1f}", f"{row['best']['step']}", *then]
         cells += [f"{second_half(row, 'test_loss'):.2f}", f"{100 * second_half(row, 'test_error'):.1f}"]
         cells.append(f"{row['mean_right']:.2f} / {row['mean_wrong']:.2f}" if learned else "–")
-        lines.append("| " + " | ".join(cells) + " |")
-    return ["\n".join(lines)]
+        lines.append(cells)
+    return [records.markdown(head, lines)]
 
 
 def gaps(contest: Contest) -> list[str]:
@@ -268,14 +270,12 @@ def second_half(row: Mapping[str, Any], name: str) -> float:
     return statistics.fmean(value for step, value in pairs if step >= row["wanted"] / 2)
 
 
-def _arm(contest: Contest, arm: str, times: Times) -> list[str]:
+def _arm(contest: Contest, arm: str, times: Times) -> str:
     names = [name for name in (*contest.names, *SHARED) if contest.results(name, arm)]
     if not names or (arm == PRINTED and not any("absolute" in x["setting"] for x in contest.done.values())):
-        return []
-    cells = {name: cells_of(contest, name, arm, times) for name in names}
+        return ""
     order = sorted(names, key=lambda name: _mean(losses(contest.results(name, arm))))
-    head = [f"| {arm} | " + " | ".join(COLUMNS) + " |", "| --- " * (1 + len(COLUMNS)) + "|"]
-    return head + [f"| {name} | {' | '.join(cells[name])} |" for name in order]
+    return records.markdown([arm, *COLUMNS], [[name, *cells_of(contest, name, arm, times)] for name in order])
 
 
 def cells_of(contest: Contest, name: str, arm: str, times: Times) -> list[str]:
@@ -323,11 +323,10 @@ def _rates(contest: Contest) -> str:
         for name in (name for name in contest.names if name not in references.KINDS):
             done = {x.setting[which]: contest.done[key(x)] for x in contest.rates(name, arm) if key(x) in contest.done}
             if done:
-                cells = [_loss(done[rate]) if rate in done else "–" for rate in grid]
-                lines.append(f"| {name} | {' | '.join(cells)} |")
+                lines.append([name, *(_loss(done[rate]) if rate in done else "–" for rate in grid)])
         if lines:
-            head = f"| held-out loss of trials, {arm}, by step size of λ | {' | '.join(f'{x:g}' for x in grid)} |"
-            parts.append("\n".join([head, "| --- " * (1 + len(grid)) + "|", *lines]))
+            head = [f"held-out loss of trials, {arm}, by step size of λ", *(f"{x:g}" for x in grid)]
+            parts.append(records.markdown(head, lines))
     return "\n\n".join(parts)
 
 

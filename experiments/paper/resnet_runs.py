@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from experiments import trial
 from experiments.paper import cleaning, references
 from experiments.paper.cleaning import Split
-from experiments.paper.networks import cnn
+from experiments.paper.networks import cnn, seeded
 from experiments.paper.tuning import Setting
 from hyperkron.algorithms import AID, BOME, BSG1, BVFSM, MRBO, AmIGO, InnerOnly, Rate, StocBiO, StochasticNeumann
 from hyperkron.algorithms.base import Algorithm, StepReport
@@ -143,9 +143,9 @@ class Shuffled(Source):
 
 def network(seed: int, size: Size) -> nn.Module:
     """The network with the initial weights of ``seed``."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return resnet18(stem="7x7", width=size.width) if size.network == "resnet18" else cnn(width=size.width // 2)
+    if size.network == "cnn":
+        return seeded(lambda: cnn(width=size.width // 2), seed)
+    return seeded(lambda: resnet18(stem="7x7", width=size.width), seed)
 
 
 def prepare(

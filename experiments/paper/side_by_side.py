@@ -6,12 +6,9 @@ written here, and the recipe's own ``work`` then finds everything in the cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from experiments.paper.entries import Stage, Task, carry_out, missing
 from experiments.paper.recipe import Job, Recipe
@@ -21,8 +18,7 @@ from experiments.workers import share
 def fill(job: Job, recipe: Recipe, count: int) -> None:
     """Carry out what is missing among the stages of ``recipe`` in ``count`` processes."""
     assert recipe.stages is not None
-    where = (str(job.device), job.cells.path.parent, job.data)
-    fill_stages(job, *recipe.stages(job), count, partial(_again, recipe.name, job.scale, len(job.seeds), *where))
+    fill_stages(job, *recipe.stages(job), count, partial(_again, recipe, *job.place))
 
 
 def fill_stages(
@@ -30,24 +26,29 @@ def fill_stages(
 ) -> None:
     """Carry out what is missing among ``stages`` in ``count`` processes; ``make`` as in :func:`workers.share`."""
 
+    share_cells(job, count, make, lambda: missing(job, stages, trials), near=lambda task: task.stage)
+
+
+def share_cells(
+    job: Job,
+    count: int,
+    make: Callable[[], Callable[[Any], dict[str, Any]]],
+    ready: Callable[[], Iterable[tuple[list[Any], Any]]],
+    told: Callable[[dict[str, Any]], str] = lambda value: "",
+    **options: Any,
+) -> None:
+    """:func:`workers.share` with the cells of a job: each is written and named as soon as it comes, with its time and
+    what ``told`` says of it. No cell begins after the deadline.
+    """
+
     def keep(key: list[Any], value: dict[str, Any], seconds: float, busy: float) -> None:
-        job.say(f"{' '.join(map(str, key))}: {seconds:.1f} s")
+        job.say(f"{' '.join(map(str, key))}: {seconds:.1f} s{told(value)}")
         job.cells.put(key, value, seconds, busy)
 
-    def ready() -> Iterator[tuple[list[Any], Task]]:
-        return missing(job, stages, trials)
-
-    share(count, make, ready, keep, late=lambda: job.late, near=lambda task: task.stage)
+    share(count, make, ready, keep, late=lambda: job.late, **options)
 
 
-def _again(
-    recipe: str, scale: Any, seeds: int, device: str, folder: Path, data: Path | None
-) -> Callable[[Task], dict[str, Any]]:
+def _again(recipe: Recipe, *place: Any) -> Callable[[Task], dict[str, Any]]:
     """The recipe's stages, made in another process."""
-    from experiments import paper
-
-    found = paper.recipes()[recipe]
-    job = found.job(scale, seeds, torch.device(device), folder)
-    job.data = data
-    assert found.stages is not None
-    return partial(carry_out, found.stages(job)[0])
+    assert recipe.stages is not None
+    return partial(carry_out, recipe.stages(recipe.job(*place))[0])

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from experiments.paper import plots, resnet
+from experiments.paper import contest_page, resnet
 from experiments.paper.cleaning import Budget, Case
-from experiments.paper.compare import Contest, Splits, chosen_text, clearly_below, compete, known, mean
-from experiments.paper.methods import Rates, methods
-from experiments.paper.recipe import Job, Judgement, Recipe, Result, Table, by_cases
+from experiments.paper.compare import (
+    CIFAR,
+    MNIST,
+    SMALL_CIFAR,
+    SMALL_MNIST,
+    Contest,
+    Splits,
+    clearly_below,
+    compete,
+    mean,
+    of_contest,
+    reference_figures,
+)
+from experiments.paper.methods import ABSOLUTE, RELATIVE, WIDE, Rates, methods
+from experiments.paper.recipe import Job, Judgement, Recipe, Result, by_cases
 from experiments.paper.references import references
-from experiments.paper.tuning import Search, shown
-from experiments.paper.visits import of_contest
+from experiments.paper.tuning import Search
 
 PAIRS = (("AID-CG-3", "AID-KFAC"), ("AmIGO", "AmIGO-KFAC"), ("MRBO", "MRBO-KFAC"))
 OTHERS = ("stocBiO", "BOME", "BSG-1")
+COLUMNS = tuple(name for name in contest_page.COLUMNS if name != "seeds")
 
 
 @dataclass(frozen=True)
@@ -38,13 +47,7 @@ def work(job: Job) -> dict[str, Any]:
     every = methods(contest.rates, refresh=settings.refresh)
     lines = references(job, contest.case, splits, PLAIN, contest.search, contest.budget)
     found = compete(job, [], contest, splits, [every[name] for name in settings.names])
-    return {
-        "found": found,
-        "references": {
-            kind: {key: [run["best"][key] for run in rows] for key in ("test_loss", "test_error")}
-            for kind, rows in lines.items()
-        },
-    }
+    return {"found": found, "references": {kind: reference_figures(runs) for kind, runs in lines.items()}}
 
 
 def work_cnn(job: Job) -> dict[str, Any]:
@@ -69,88 +72,9 @@ def verdict(result: Result) -> Judgement:
     return by_cases([kfac in better for _, kfac in PAIRS], text, also=first.endswith("KFAC"))
 
 
-def reached(curve: dict[str, list[float | None]], level: float) -> float | None:
-    """The first time at which a curve's test loss is at most ``level``.
-
-    Example:
-        >>> reached({"seconds": [0.0, 1.0, 2.0], "test_loss": [3.0, 1.0, 0.5]}, 1.0)
-        1.0
-    """
-    pairs = zip(curve["seconds"], curve["test_loss"], strict=True)
-    return next((x for x, y in pairs if y is not None and y <= level), None)
-
-
-def tables(result: Result | None) -> list[Table]:
-    """The paper shows a figure without numbers, so ours stand alone."""
-    if result is None:
-        return []
-    columns = [
-        "method",
-        "test loss",
-        "error in %",
-        "lowest test loss",
-        "steps",
-        "ms a step",
-        "F1 of kept rows",
-        "setting",
-    ]
-    rows = []
-    for name, x in sorted(result.figures["found"].items(), key=lambda pair: mean(pair[1]["test_loss"])):
-        rows.append(
-            [
-                name,
-                shown(known(x["test_loss"])),
-                shown([100 * y for y in known(x["test_error"])], 1),
-                shown(known(x["lowest_test_loss"])),
-                f"{mean(x['steps']):.0f}",
-                f"{1e3 * mean(x['step_seconds']):.1f}",
-                f"{mean(x['f1']):.3f}",
-                chosen_text(result, x),
-            ]
-        )
-    for kind, x in result.figures["references"].items():
-        rows.append(
-            [kind, shown(known(x["test_loss"])), shown([100 * y for y in known(x["test_error"])], 1), *["–"] * 5]
-        )
-    return [Table("Ours (the paper prints no numbers); all runs have the same time", columns, rows)]
-
-
-def plot_as(name: str) -> Callable[[Result, Path], list[Path]]:
-    """Test loss of the first seed by time and by iteration."""
-
-    def plot(result: Result, folder: Path) -> list[Path]:
-        found = result.figures["found"]
-        level = {kind: mean(x["test_loss"]) for kind, x in result.figures["references"].items()}
-
-        def fill(axes: Any) -> None:
-            for axis, key, label in zip(axes, ("seconds", "step"), ("seconds", "outer steps"), strict=True):
-                lines = {
-                    method: (x["curve"][key], [math.nan if y is None else y for y in x["curve"]["test_loss"]])
-                    for method, x in found.items()
-                }
-                plots.curves(axis, lines, label, "test loss", level=level)
-
-        return [plots.draw(folder / f"{name}.svg", 2, fill, height=4.0)]
-
-    return plot
-
-
-LINEAR_RATES = Rates(
-    inner=(0.03, 0.1, 0.3),
-    outer=(300.0, 1e3, 3e3, 1e4),
-    momentum=(0.9,),
-    damping=(1e-2, 1e-1, 1.0, 10.0),
-    step=(0.03, 0.1, 0.3, 1.0),
-)
-NET_RATES = Rates(
-    inner=(0.03, 0.3),  # the greater one for methods without momentum
-    outer=(0.1, 0.4),
-    momentum=(0.9,),
-    damping=(1e-2, 1.0),
-    step=(0.01, 0.1),
-    own=(0.1, 1.0),
-)
-"""Relative steps of λ."""
+LINEAR_RATES = replace(ABSOLUTE, step=(0.03, 0.1, 0.3, 1.0))
+NET_RATES = replace(RELATIVE, inner=(0.03, 0.3), step=(0.01, 0.1), own=(0.1, 1.0))
+"""The greater step size of θ is for methods without momentum."""
 PLAIN = {"inner": (0.01, 0.03, 0.1, 0.3), "momentum": (0.0, 0.9)}
 """The grid of the reference lines."""
 
@@ -158,13 +82,9 @@ LINEAR = {
     "smoke": Settings(
         Contest("vectors", (400, 200, 200), Case(batch=100), LINEAR_RATES, Search(2, 1, 0.5), Budget(60.0, 4, 2))
     ),
-    "small": Settings(
-        Contest("mnist", (10_000, 5_000, 5_000), Case(batch=2000), LINEAR_RATES, Search(48, 4, 0.2), Budget(4.0))
-    ),
+    "small": Settings(Contest("mnist", SMALL_MNIST, Case(batch=2000), LINEAR_RATES, Search(48, 4, 0.2), Budget(4.0))),
     "paper": Settings(
-        Contest(
-            "mnist", (50_000, 5_000, 5_000), Case(batch=50_000), Rates(), Search(36, 6, 0.1), Budget(3600.0, 1000, 100)
-        ),
+        Contest("mnist", MNIST, Case(batch=50_000), Rates(), Search(36, 6, 0.1), Budget(3600.0, 1000, 100)),
         refresh=1,
     ),
 }
@@ -174,26 +94,12 @@ CNN = {
         inner_steps=2,
     ),
     "small": resnet.Settings(
-        Contest(
-            "cifar10",
-            (6_000, 2_000, 2_000),
-            Case("cnn", 256, 5e-4, 0),
-            NET_RATES,
-            Search(8, 1, 0.25),
-            Budget(2.0, looks=4),
-        ),
+        Contest("cifar10", SMALL_CIFAR, Case("cnn", 256, 5e-4, 0), NET_RATES, Search(8, 1, 0.25), Budget(2.0, looks=4)),
         inner_steps=5,
         refresh=5,
     ),
     "paper": resnet.Settings(
-        Contest(
-            "cifar10",
-            (40_000, 5_000, 5_000),
-            Case("cnn", 1000, 5e-4, 0),
-            Rates(outer=(0.01, 0.03, 0.1, 0.3, 1.0)),
-            Search(36, 1, 0.1),
-            Budget(3600.0, 1000, 100),
-        )
+        Contest("cifar10", CIFAR, Case("cnn", 1000, 5e-4, 0), WIDE, Search(36, 1, 0.1), Budget(3600.0, 1000, 100))
     ),
 }
 
@@ -222,8 +128,8 @@ RECIPES = (
         work=work,
         verdict=verdict,
         weights=partial(of_contest, relative=False),
-        tables=tables,
-        plot=plot_as("linear-mnist"),
+        tables=partial(contest_page.tables, columns=COLUMNS),
+        plot=contest_page.plot,
         answer=resnet.answer,
         note=NOTE + LINEAR_NOTE + "At small scale 10 000 training examples stand for 50 000, in batches of 2000.",
     ),
@@ -236,8 +142,8 @@ RECIPES = (
         work=work_cnn,
         verdict=verdict,
         weights=partial(of_contest, relative=True),
-        tables=tables,
-        plot=plot_as("cnn-cifar"),
+        tables=partial(contest_page.tables, columns=COLUMNS),
+        plot=contest_page.plot,
         answer=resnet.answer,
         note=NOTE
         + "Steps of λ are relative: the root mean square by which the weights of a batch move first. At small scale "

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from experiments.paper.datasets import find
+from experiments.paper.networks import seeded
 from hyperkron.cleaning.data import ReadOptions
 from hyperkron.cleaning.data.labelled import Place
 from hyperkron.cleaning.data.wrench import read_wrench
@@ -263,8 +264,6 @@ def write_tiny(place: Path) -> None:
         intermediate_size=32,
         max_position_embeddings=32,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        weights = BertModel(config, add_pooling_layer=False).state_dict()
+    weights = seeded(lambda: BertModel(config, add_pooling_layer=False), 0).state_dict()
     config.save_pretrained(place)
     save_file({name: x.contiguous() for name, x in weights.items()}, place / "model.safetensors", {"format": "pt"})

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from experiments.paper import plots
+from experiments.paper import contest_page, plots
 from experiments.paper.cleaning import Budget, Case
-from experiments.paper.compare import Contest, Splits, chosen_text, clearly_below, known, mean, summary
+from experiments.paper.compare import (
+    CIFAR,
+    SMALL_CIFAR,
+    Contest,
+    Splits,
+    clearly_below,
+    mean,
+    method_figures,
+    of_contest,
+)
 from experiments.paper.entries import Stage, compete
 from experiments.paper.image_entries import method_entry
-from experiments.paper.methods import Rates, methods
-from experiments.paper.recipe import Job, Judgement, Recipe, Result, Table, Verdict, by_cases
-from experiments.paper.tuning import Search, shown
-from experiments.paper.visits import of_contest
+from experiments.paper.methods import RELATIVE, WIDE, methods
+from experiments.paper.recipe import Job, Judgement, Recipe, Result, Verdict, by_cases
+from experiments.paper.tuning import Search
 
 KFAC = "AID-KFAC"
 FAMILIES = ("AID-CG", "AID-GGN-CG", "AID-Neumann", "AID-GGN-Neumann")
+COLUMNS = tuple(name for name in contest_page.COLUMNS if name != "F1 of kept rows")
 
 
 @dataclass(frozen=True)
@@ -48,10 +57,7 @@ def work(job: Job) -> dict[str, Any]:
     found = compete(job, [Stage("all", entries)], settings.contest.search.trials)
     return {
         "counts": list(settings.counts),
-        "found": {
-            name: {"setting": x["setting"], "edge": x["edge"], **summary(x["runs"])}
-            for name, x in found.stages["all"].items()
-        },
+        "found": method_figures(found.stages["all"]),
         "cut_short": found.cut_short,
     }
 
@@ -80,27 +86,6 @@ def verdict(result: Result) -> Judgement:
     return by_cases([name in clear for name in others], text, also=all(cost[KFAC] < cost[name] for name in large))
 
 
-def tables(result: Result | None) -> list[Table]:
-    """The paper shows a figure without numbers, so ours stand alone."""
-    if result is None:
-        return []
-    columns = ["method", "test loss", "error in %", "lowest test loss", "steps", "ms a step", "seeds", "setting"]
-    rows = [
-        [
-            name,
-            shown(known(x["test_loss"])),
-            shown([100 * y for y in known(x["test_error"])], 1),
-            shown(known(x["lowest_test_loss"])),
-            f"{mean(x['steps']):.0f}",
-            f"{1e3 * mean(x['step_seconds']):.1f}",
-            str(len(x["steps"])),
-            chosen_text(result, x),
-        ]
-        for name, x in sorted(result.figures["found"].items(), key=lambda pair: mean(pair[1]["test_loss"]))
-    ]
-    return [Table("Ours (the paper prints no numbers); all runs have the same time", columns, rows)]
-
-
 def plot(result: Result, folder: Path) -> list[Path]:
     """Left, as in the paper: accuracy against the time of a step. Right: test loss of the first seed by time."""
     found = result.figures["found"]
@@ -122,7 +107,7 @@ def plot(result: Result, folder: Path) -> list[Path]:
     return [plots.draw(folder / "trade-off.svg", 2, fill, height=3.6)]
 
 
-RATES = Rates(inner=(0.1,), outer=(0.1, 0.4), momentum=(0.9,), damping=(1e-2, 1.0), step=(0.01, 0.1))
+RATES = replace(RELATIVE, step=(0.01, 0.1))
 
 SETTINGS = {
     "smoke": Settings(
@@ -131,26 +116,12 @@ SETTINGS = {
         inner_steps=2,
     ),
     "small": Settings(
-        Contest(
-            "cifar10",
-            (6_000, 2_000, 2_000),
-            Case("resnet18", 256, 5e-4, 0),
-            RATES,
-            Search(2, 1, 0.3),
-            Budget(5.0, looks=4),
-        ),
+        Contest("cifar10", SMALL_CIFAR, Case("resnet18", 256, 5e-4, 0), RATES, Search(2, 1, 0.3), Budget(5.0, looks=4)),
         inner_steps=5,
         refresh=5,
     ),
     "paper": Settings(
-        Contest(
-            "cifar10",
-            (40_000, 5_000, 5_000),
-            Case("resnet18", 1000, 5e-4, 0),
-            Rates(outer=(0.01, 0.03, 0.1, 0.3, 1.0)),
-            Search(36, 1, 0.1),
-            Budget(1800.0, 1000, 50),
-        ),
+        Contest("cifar10", CIFAR, Case("resnet18", 1000, 5e-4, 0), WIDE, Search(36, 1, 0.1), Budget(1800.0, 1000, 50)),
         counts=(1, 3, 5, 10, 20),
     ),
 }
@@ -165,7 +136,7 @@ RECIPES = (
         work=work,
         verdict=verdict,
         weights=partial(of_contest, relative=True),
-        tables=tables,
+        tables=partial(contest_page.tables, columns=COLUMNS),
         plot=plot,
         note="ResNet-18 on CIFAR-10, half of the labels drawn anew, the same time for all. The paper does not say how "
         "long its runs are. Step sizes of λ are relative: the root mean square by which the weights of a batch move "

@@ -23,7 +23,9 @@ from torch import nn
 
 from experiments.paper import costs, datasets
 from experiments.paper import unlearnable_page as page
+from experiments.paper.networks import seeded
 from experiments.paper.recipe import LISTED, Job, Recipe, Scale
+from experiments.paper.side_by_side import share_cells
 from experiments.paper.unlearnable_attack import (
     ERROR_MINIMISING,
     METHODS,
@@ -37,9 +39,9 @@ from experiments.paper.unlearnable_attack import (
 )
 from experiments.paper.unlearnable_networks import SampleNoise, UNet
 from experiments.paper.unlearnable_page import LARGE, SMALL
-from experiments.paper.unlearnable_victims import Case, Data, Victim, judge, seeded, victim_accuracy
+from experiments.paper.unlearnable_victims import Case, Data, Victim, judge, victim_accuracy
 from experiments.pieces import OutOfTime
-from experiments.workers import share, stopped_at
+from experiments.workers import stopped_at
 
 BILEVEL = ("AID-KFAC", "AID-CG", "BOME", "stocBiO")
 BESIDE = ("AID-KFAC-mc", "AID-EKFAC")
@@ -195,12 +197,11 @@ class Work:
             return None
         x, device = self.data.train[0], self.data.device
         if row.method == UNTRAINED:
-            noise: nn.Module = seeded(lambda: UNet(row.radius / 255, self.case.unet), row.seed, device)
-            return noise
+            return seeded(lambda: UNet(row.radius / 255, self.case.unet), row.seed, device)
         if not self.path(row).exists():
             return self.attack(row)[0]
         if row.method == ERROR_MINIMISING:
-            noise = SampleNoise(len(x), tuple(x.shape[1:]), row.radius / 255)
+            noise: nn.Module = SampleNoise(len(x), tuple(x.shape[1:]), row.radius / 255)
         else:
             noise = UNet(row.radius / 255, self.case.unet)
         noise.load_state_dict(load_file(self.path(row)))
@@ -298,34 +299,18 @@ def fill(job: Job, recipe: Recipe, count: int) -> None:
         priced(job, lambda: Work(job))
     except OutOfTime:
         return
-
-    def keep(key: list[Any], value: dict[str, Any], seconds: float, busy: float) -> None:
-        job.say(f"{' '.join(map(str, key))}: {seconds:.1f} s, {_short(value)}")
-        job.cells.put(key, value, seconds, busy)
-
-    make = partial(_worker, recipe.name, job.scale, len(job.seeds), str(job.device), job.cells.path.parent, job.data)
+    make = partial(_worker, partial(recipe.job, *job.place))
     with suppress(OutOfTime), stopped_at(job.deadline):
-        share(count, make, lambda: ((piece.key, piece) for piece in ready(job)), keep, late=lambda: job.late)
+        share_cells(job, count, make, lambda: ((piece.key, piece) for piece in ready(job)), _short)
 
 
 def _short(value: dict[str, Any]) -> str:
     names = ("test", "published", "held_out", "rate", "moved", "noise_moved", "failure")
-    return ", ".join(f"{name} {value[name]}" for name in names if value.get(name) is not None)
+    return "".join(f", {name} {value[name]}" for name in names if value.get(name) is not None)
 
 
-def _worker(
-    recipe: str, scale: Scale, seeds: int, device: str, folder: Path, data: Path | None
-) -> Callable[[Piece], dict[str, Any]]:
+def _worker(job: Callable[[], Job]) -> Callable[[Piece], dict[str, Any]]:
     """What carries out pieces in another process; each piece reads the file of finished ones again."""
-    from experiments import paper
-
-    found = paper.recipes()[recipe]
-
-    def job() -> Job:
-        made = found.job(scale, seeds, torch.device(device), folder)
-        made.data = data
-        return made
-
     kept = Work(job())
 
     def carry_out(piece: Piece) -> dict[str, Any]:

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from experiments.paper import costs
+from experiments.paper.networks import seeded
 from experiments.paper.unlearnable_networks import SampleNoise, UNet, published
-from experiments.paper.unlearnable_victims import Case, Data, Sampled, classifier, half_precision, judge, seeded
+from experiments.paper.unlearnable_victims import Case, Data, Sampled, classifier, half_precision, judge
 from hyperkron import losses, trees
 from hyperkron.algorithms import (
     AID,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from experiments.paper.epochs import Epochs
+from experiments.paper.networks import seeded
 from experiments.paper.unlearnable_networks import cnn, crop_and_flip, published
 from hyperkron import losses
 from hyperkron.algorithms import InnerOnly, Updates
@@ -98,13 +99,6 @@ class Sampled(Epochs):
         yield from zip(images.split(size), y[order].split(size), order.split(size), strict=True)
 
 
-def seeded(make: Callable[[], nn.Module], seed: int, device: torch.device) -> Any:
-    """A network with the initial weights of a seed."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return make().to(device)
-
-
 def half_precision(device: torch.device) -> torch.dtype | None:
     """What networks are trained in on a GPU."""
     return torch.bfloat16 if device.type == "cuda" else None
@@ -145,8 +139,7 @@ def classifier(case: Case, data: Data, seed: int, victim: Victim = "CNN") -> nn.
     }
     if victim not in makers:
         raise HyperkronError(f"victim={victim!r} is unknown; choose one of {', '.join(makers)}.")
-    network: nn.Module = seeded(makers[victim], seed, data.device)
-    return network
+    return seeded(makers[victim], seed, data.device)
 
 
 def judge(case: Case, data: Data, noise: nn.Module | None, seed: int) -> float:

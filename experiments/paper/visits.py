@@ -7,15 +7,10 @@ times on average and leave a share (1 − b/N)^u of them where they began.
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 from experiments.trial import MEASURED
-
-if TYPE_CHECKING:
-    from experiments.paper.recipe import Result
 
 STEPS = 1000
 """Outer steps of the paper's runs."""
@@ -47,30 +42,6 @@ class Visits:
     def never(self) -> float:
         """The expected share of weights that were never updated."""
         return (1 - min(self.batch, self.rows) / self.rows) ** max(0.0, self.updates)
-
-
-def of_contest(result: Result, *, relative: bool | None = None) -> list[Visits]:
-    """Of every method in a result of :mod:`experiments.paper.compare`; none where the settings are not known.
-
-    A number among the names that lead to a method is its batch size if the settings list it as one. With relative step
-    sizes the first steps only measure; ``None`` leaves it to the settings whether they are relative.
-    """
-    contest = result.settings.get("contest")
-    if contest is None:
-        return []
-    rows, usual = int(contest["counts"][0]), int(contest["case"]["batch"])
-    sizes = {str(size) for size in result.settings.get("batches", ())}
-    idle = MEASURED if (result.settings.get("relative") if relative is None else relative) else 0
-
-    def walk(part: Mapping[str, Any], names: tuple[str, ...]) -> Iterator[Visits]:
-        if isinstance(part.get("steps"), Sequence):
-            batch = next((int(name) for name in names if name in sizes), usual)
-            yield Visits(", ".join(names), statistics.fmean(part["steps"]) - idle, batch, rows)
-            return
-        for name, inside in part.items():
-            yield from walk(inside, (*names, name))
-
-    return list(walk(result.figures["found"], ()))
 
 
 def refusal(found: Sequence[Visits]) -> str:

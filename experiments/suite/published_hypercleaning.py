@@ -250,16 +250,14 @@ def table(record: dict[str, Any]) -> str:
     blocks = [_block(record, which, problem) for which in RUNS for problem in PROBLEMS]
     found = {f"*{which}*": verdicts(record, which) for which in RUNS}
     found |= {f"*{which}*, doubled": verdicts(record, which, doubled=True) for which in RUNS}
-    lines = [f"| stated | {' | '.join(found)} |", "| --- " * (len(found) + 1) + "|"]
-    for i, statement in enumerate(STATEMENTS):
-        lines.append(f"| {statement} | {' | '.join(tables.word(x[i]) for x in found.values())} |")
-    return "\n\n".join([*blocks, "\n".join(lines)])
+    lines = [[statement, *(tables.word(x[i]) for x in found.values())] for i, statement in enumerate(STATEMENTS)]
+    return "\n\n".join([*blocks, records.markdown(["stated", *found], lines)])
 
 
 def _block(record: dict[str, Any], which: str, problem: str) -> str:
-    heads = "| rank | algorithm | test error at the end (lowest – highest) | lowest | s to 1 % above it |"
-    heads += " s to it, SABA v. its own | validation loss | steps | step | ratio |"
-    lines = [f"*{which}*, {problem.replace('%', ' %')}:", "", heads, "| --- " * (heads.count("|") - 1) + "|"]
+    heads = ["rank", "algorithm", "test error at the end (lowest – highest)", "lowest", "s to 1 % above it"]
+    heads += ["s to it, SABA v. its own", "validation loss", "steps", "step", "ratio"]
+    lines = []
     found = rows(record, which, problem)
     saba = next(row for row in found if row["name"] == "SABA")
     for rank, row in enumerate(found, 1):
@@ -271,8 +269,8 @@ def _block(record: dict[str, Any], which: str, problem: str) -> str:
             cells += ["–" if row is saba else " v. ".join(f"{x:.3g}" if math.isfinite(x) else "never" for x in there)]
             cells += [f"{row['loss']:.4f}"]
         cells += [f"{row['steps']:.0f}", *(f"{x:.3g}" for x in row["setting"])]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return f"*{which}*, {problem.replace('%', ' %')}:\n\n{records.markdown(heads, lines)}"
 
 
 if __name__ == "__main__":

@@ -182,10 +182,8 @@ def table(record: dict[str, Any]) -> str:
     ):
         compared[problem] = verdicts(json.loads((records.RESULTS / file).read_text("utf-8")), problem)
     compared |= {which: verdicts(run) for which, run in record["runs"].items()}
-    lines = [f"| stated | {' | '.join(compared)} |", "| --- " * (len(compared) + 1) + "|"]
-    for i, statement in enumerate(STATEMENTS):
-        lines.append(f"| {statement} | {' | '.join(tables.word(x[i]) for x in compared.values())} |")
-    return "\n\n".join([*blocks, "\n".join(lines)])
+    lines = [[statement, *(tables.word(x[i]) for x in compared.values())] for i, statement in enumerate(STATEMENTS)]
+    return "\n\n".join([*blocks, records.markdown(["stated", *compared], lines)])
 
 
 if __name__ == "__main__":

@@ -56,13 +56,13 @@ def control() -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> str:
     """The result as Markdown: a row for each algorithm, the two sizes side by side."""
-    lines = ["| algorithm | steps | 1024 + 512 examples (step, ratio) | 49 990 + 91 701 examples (step, ratio) |"]
-    lines.append("| --- " * 4 + "|")
+    columns = ["algorithm", "steps", "1024 + 512 examples (step, ratio)", "49 990 + 91 701 examples (step, ratio)"]
+    lines = []
     for name in SIX:
         few, many = (row for row in result["rows"] if row["algorithm"] == name)
         cells = [f"{x['suboptimality']:.2g} ({x['step']:g}, {x['ratio']:g})" for x in (few, many)]
-        lines.append(f"| {name} | {few['steps']} | {cells[0]} | {cells[1]} |")
-    return "\n".join(lines)
+        lines.append([name, str(few["steps"]), *cells])
+    return records.markdown(columns, lines)
 
 
 if __name__ == "__main__":

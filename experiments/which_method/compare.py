@@ -204,14 +204,9 @@ def table(made: Map) -> str:
     for problem in made.problems:
         cells = {name: made.figures(problem, name) for name in METHODS}
         known = {name: x for name, x in cells.items() if x is not None}
-        lines += [
-            f"| {problem} | cosine | J_out, held out | wanted, in % | time | memory | step of λ |",
-            "| --- " * 7 + "|",
-        ]
-        base = known.get("identity")
-        for name, x in known.items():
-            lines.append(f"| {name} | {' | '.join(_cells(x, base))} |")
-        lines.append("")
+        columns = [problem, "cosine", "J_out, held out", "wanted, in %", "time", "memory", "step of λ"]
+        rows = [[name, *_cells(x, known.get("identity"))] for name, x in known.items()]
+        lines += [records.markdown(columns, rows), ""]
     return "\n".join(lines)
 
 

@@ -12,6 +12,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from experiments import records
 from experiments.paper import plots
 from experiments.paper.tuning import Difference, interval
 from experiments.pieces import Lines
@@ -35,15 +36,7 @@ TAKE = {
 """The best method that is clearly better than identity on record, or else identity."""
 
 
-def _row(name: str, cells: list[str]) -> str:
-    return f"| {name} | {' | '.join(cells)} |"
-
-
-def _head(title: str) -> list[str]:
-    return [_row(title, list(METHODS)), "| --- " * (len(METHODS) + 1) + "|"]
-
-
-def differences(made: Map, figure: str, digits: int) -> list[str]:
+def differences(made: Map, figure: str, digits: int) -> list[list[str]]:
     """A figure less that of the identity, seed by seed; bold where the 95 % interval does not contain zero."""
     lines = []
     for problem in PROBLEMS:
@@ -63,11 +56,11 @@ def differences(made: Map, figure: str, digits: int) -> list[str]:
                 assert gap is not None
                 text = f"{gap.mean:+.{digits}f} ± {gap.half:.{digits}f}"
                 cells.append(f"**{text}**" if gap.sign else text)
-        lines.append(_row(problem, cells))
+        lines.append([problem, *cells])
     return lines
 
 
-def means(made: Map, figure: str, form: str, ratio: bool = False) -> list[str]:
+def means(made: Map, figure: str, form: str, ratio: bool = False) -> list[list[str]]:
     """The mean of a figure over seeds, perhaps as a ratio to the identity's."""
     lines = []
     for problem in PROBLEMS:
@@ -80,7 +73,7 @@ def means(made: Map, figure: str, form: str, ratio: bool = False) -> list[str]:
                 continue
             value = sorted(x[figure])[len(x[figure]) // 2] if ratio else interval(x[figure])[0]
             cells.append(form.format(value / sorted(base[figure])[len(base[figure]) // 2] if ratio else value))
-        lines.append(_row(problem, cells))
+        lines.append([problem, *cells])
     return lines
 
 
@@ -97,30 +90,27 @@ def edges(made: Map) -> str:
 
 def tables(made: Map) -> str:
     """All tables of the page."""
-    parts = [
-        [*_head("what was wanted, in % (more is better)"), *differences(made, "wanted", 1)],
-        [*_head("J_out on held-out rows (less is better)"), *differences(made, "held", 3)],
-        [*_head("cosine with the converged hypergradient"), *means(made, "cosine", "{:.2f}")],
-        [*_head("time of an outer iteration"), *means(made, "milliseconds", "{:.1f}×", ratio=True)],
-        [*_head("memory"), *means(made, "bytes", "{:.1f}×", ratio=True)],
-    ]
-    return "\n\n".join(["\n".join(lines) for lines in parts] + [edges(made)])
+    parts = {
+        "what was wanted, in % (more is better)": differences(made, "wanted", 1),
+        "J_out on held-out rows (less is better)": differences(made, "held", 3),
+        "cosine with the converged hypergradient": means(made, "cosine", "{:.2f}"),
+        "time of an outer iteration": means(made, "milliseconds", "{:.1f}×", ratio=True),
+        "memory": means(made, "bytes", "{:.1f}×", ratio=True),
+    }
+    return "\n\n".join([*(records.markdown([title, *METHODS], rows) for title, rows in parts.items()), edges(made)])
 
 
 def summary(made: Map) -> str:
     """The short table of docs/which-method.md: what the identity reaches, what others add, and what to take."""
     shown = ("KFAC", "PCG-3", "CG-20")
-    lines = [
-        _row("λ", ["identity", *shown, "cosine of identity", "take"]),
-        "| --- " * (len(shown) + 4) + "|",
-    ]
+    lines = []
     for problem in PROBLEMS:
         base = made.figures(problem, "identity")
         assert base is not None
         mean, half = interval(base["wanted"])
         cells = [f"{mean:.1f} ± {half:.1f}", *(_gain(made, problem, name)[0] for name in shown)]
-        lines.append(_row(problem, [*cells, f"{interval(base['cosine'])[0]:.2f}", TAKE[problem]]))
-    return "\n".join(lines)
+        lines.append([problem, *cells, f"{interval(base['cosine'])[0]:.2f}", TAKE[problem]])
+    return records.markdown(["λ", "identity", *shown, "cosine of identity", "take"], lines)
 
 
 def _gain(made: Map, problem: str, name: str) -> tuple[str, int]:

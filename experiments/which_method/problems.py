@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import hyperkron as hk
 from experiments import trial
+from experiments.paper.networks import seeded
 from hyperkron.optimizers import Project
 
 DECAY = 1e-3
@@ -77,9 +78,7 @@ def digits(seed: int, data: Path | None = None) -> Digits:
 
 def network(seed: int) -> nn.Module:
     """The inner model."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
+    return seeded(lambda: nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10)), seed)
 
 
 def fit_plain(loss: Callable[[nn.Module], hk.losses.Loss], seed: int, steps: int = 500) -> nn.Module:

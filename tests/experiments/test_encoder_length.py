@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,8 +87,7 @@ def test_a_run_of_each_method() -> None:
     """θ and λ move, and a larger step size moves λ further."""
     pytest.importorskip("transformers")
     case = TextCase(batch=16, inner_steps=2, steps=4, looks=2, tokens=16)
-    job = SimpleNamespace(data=None, device=torch.device("cpu"), settings=SimpleNamespace(case=case))
-    source = Source(job, MADE_UP)  # type: ignore[arg-type]
+    source = Source(MADE_UP, None, torch.device("cpu"), case.tokens)
     plain = encoder_length.run(source, (MADE_UP, "Baseline", 0.0, 0), case)
     assert plain["auc"] is None and plain["mean_weight"] == 1.0
     for name in encoder_length.METHODS:
@@ -102,8 +100,7 @@ def test_a_run_of_each_method() -> None:
 def test_more_tuned_layers_have_the_smaller_plan_and_a_file_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     case = TextCase(batch=16, inner_steps=1, steps=1, looks=1, tokens=16)
-    job = SimpleNamespace(data=None, device=torch.device("cpu"), settings=SimpleNamespace(case=case))
-    source, task = Source(job, MADE_UP), (MADE_UP, "KFAC", 100.0, 0)  # type: ignore[arg-type]
+    source, task = Source(MADE_UP, None, torch.device("cpu"), case.tokens), (MADE_UP, "KFAC", 100.0, 0)
     made, tuned = source.model, list[int]()
     monkeypatch.setattr(source, "model", lambda *of: tuned.append(made(*of).layers) or made(*of))
     found = [encoder_length.run(source, task, case, layers=layers) for layers in (1, 2)]
@@ -124,8 +121,7 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(tmp_path: Path, monkeypatch: 
     """Killed in its fourth step, it continues from the third with the same batches, momentum and schedule."""
     pytest.importorskip("transformers")
     case = TextCase(batch=16, inner_steps=2, steps=5, looks=5, tokens=16)
-    job = SimpleNamespace(data=None, device=torch.device("cpu"), settings=SimpleNamespace(case=case))
-    source, task = Source(job, MADE_UP), (MADE_UP, "SAMA", 100.0, 0)  # type: ignore[arg-type]
+    source, task = Source(MADE_UP, None, torch.device("cpu"), case.tokens), (MADE_UP, "SAMA", 100.0, 0)
     monkeypatch.setattr(encoder_length, "SAVED_EVERY", 3)
     whole = encoder_length.run(source, task, case)
     measure, begun = text_cleaning.loss_and_error, list[int]()

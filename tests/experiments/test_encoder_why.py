@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,8 +37,7 @@ def test_cosines_along_a_run() -> None:
     """Three iterations of preconditioned CG are closer to the converged hypergradient than the identity is."""
     pytest.importorskip("transformers")
     case = TextCase(batch=16, inner_steps=2, steps=4, looks=2, tokens=16)
-    job = SimpleNamespace(data=None, device=torch.device("cpu"), settings=SimpleNamespace(case=case))
-    row = encoder_why.cosines(Source(job, MADE_UP), MADE_UP, case, 0, looks=(2,))  # type: ignore[arg-type]
+    row = encoder_why.cosines(Source(MADE_UP, None, torch.device("cpu"), case.tokens), MADE_UP, case, 0, looks=(2,))
     assert json.loads(json.dumps(row))["looks"] == [2]
     assert all(-1.001 <= x <= 1.001 for values in row["cosines"].values() for x in values)
     assert all(x > 0 for values in row["norms"].values() for x in values)

@@ -37,8 +37,8 @@ def test_the_time_of_a_step_does_not_count_for_the_cnn() -> None:
 
 def test_the_cnn_has_its_own_plan_records_and_times() -> None:
     assert image_contest.plan_of(1000, "cnn").steps == 1000 and image_contest.plan_of(2500, "cnn").steps == 400
-    assert resnet_length.result_of(1000, "cnn").name == "cnn-length.jsonl"
-    assert resnet_length.times_of("cnn") != resnet_length.times_of("resnet18")
+    assert image_contest.result_of(1000, "cnn").name == "cnn-length.jsonl"
+    assert image_contest.times_of("cnn") != image_contest.times_of("resnet18")
     layers = [type(x).__name__ for x in resnet_runs.network(0, Size(network="cnn")).modules()]
     assert layers.count("Conv2d") == 3 and layers.count("Linear") == 1
 
@@ -51,7 +51,7 @@ def test_the_pages_have_the_tables_of_figures_3_and_5(capsys: pytest.CaptureFixt
 
 def test_what_the_page_says_of_the_cnn() -> None:
     """θ's step size by the rule, winners inside their grids, every trial of the others below KFAC's best."""
-    rows = Lines(resnet_length.result_of(1000, "cnn")).rows
+    rows = Lines(image_contest.result_of(1000, "cnn")).rows
     contest = Contest(rows, image_contest.plan_of(1000, "cnn"))
     assert resnet_length_page.judgement("Figure 5", batch=1000, network="cnn").verdict is Verdict.FAILED
     names = ("AID-KFAC", "AID-CG-3", "AmIGO")

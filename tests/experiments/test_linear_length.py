@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from experiments import records
-from experiments.paper import cleaning, linear_length, linear_page, linear_runs
+from experiments.paper import cleaning, linear_contest, linear_length, linear_page, linear_runs
 from experiments.paper.cleaning import Case, Split
-from experiments.paper.linear_length import BATCHES, NAMES, ROWS, STUDIES, Contest, Line, Plan
+from experiments.paper.linear_contest import BATCHES, NAMES, ROWS, STUDIES, Contest, Line, Plan
 from experiments.paper.linear_runs import Task, key
 from experiments.paper.methods import Rates, methods
 from experiments.paper.recipe import Verdict
@@ -206,7 +206,7 @@ def test_the_page_has_the_recorded_tables(capsys: pytest.CaptureFixture[str]) ->
 
 def test_what_the_page_says_of_the_runs() -> None:
     """KFAC's test loss less that of others, seed by seed."""
-    contest = Contest(Lines(linear_length.RESULT).rows)
+    contest = Contest(Lines(linear_contest.RESULT).rows)
     text = (records.PAGES / "linear-length.md").read_text("utf-8").replace("\n", " ")
 
     def less(study: str, one: str, other: str) -> Difference:

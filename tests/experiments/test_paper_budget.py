@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from experiments import paper
-from experiments.paper import budget, encoder_length, linear_length, page, resnet_length, resnet_length_page
+from experiments.paper import budget, encoder_length, image_contest, linear_contest, page, resnet_length_page
 from experiments.paper.longer import longer
 from experiments.paper.recipe import Result, Verdict
 from experiments.paper.visits import refusal
@@ -47,11 +47,11 @@ def test_the_missing_minutes_of_figure_1_follow_from_the_recorded_times(
 ) -> None:
     """The seeds that are not recorded of 200 steps, each 2.25 times as long as a step with 500 rows."""
     assert "trade-off" not in budget.missing({})  # all are recorded
-    record = resnet_length.result_of(2500).read_text("utf-8").splitlines(keepends=True)
+    record = image_contest.result_of(2500).read_text("utf-8").splitlines(keepends=True)
     path = tmp_path / "without.jsonl"
     path.write_text("".join(line for line in record if '"AID-GGN-CG-10"' not in line), "utf-8")
-    monkeypatch.setattr(resnet_length, "result_of", lambda batch: path)
-    times = resnet_length_page.milliseconds(Lines(resnet_length.TIMES).rows)
+    monkeypatch.setattr(image_contest, "result_of", lambda batch: path)
+    times = resnet_length_page.milliseconds(Lines(image_contest.TIMES).rows)
     expected = 3 * times["AID-GGN-CG-10"] * 2.25 * 200 / 6e4
     assert budget.missing({})["trade-off"].minutes == pytest.approx(expected)
 
@@ -73,7 +73,7 @@ def test_spent_minutes_are_shared_by_processes() -> None:
     shared = Result("x", "small", (1,), {}, command="run x --workers 8", seconds=960.0, hardware={"gpu": "H200"})
     assert budget.spent(shared, "x") == 2.0
     assert budget.spent(Result("x", "small", (1,), {}, seconds=960.0), "x") is None
-    files = [Path(resnet_length.result_of(batch)) for batch in (500, 2500)]
+    files = [Path(image_contest.result_of(batch)) for batch in (500, 2500)]
     rows = [json.loads(line) for file in files for line in file.read_text("utf-8").splitlines()]
     assert budget.spent(None, "resnet-cifar") == pytest.approx(sum(x["seconds"] / x["workers"] for x in rows) / 60)
 
@@ -87,7 +87,7 @@ def test_minutes_of_the_encoders_runs_are_those_recorded() -> None:
 
 
 def test_runs_of_the_linear_model_belong_to_one_study() -> None:
-    for name, study in linear_length.STUDIES.items():
-        for line in study(linear_length.ROWS):
+    for name, study in linear_contest.STUDIES.items():
+        for line in study(linear_contest.ROWS):
             own = {"setting": {**line.fixed, **line.variants[0]}}
             assert budget.study_of(own) == ("figure 5" if line.title.endswith("batch 50000") else name)

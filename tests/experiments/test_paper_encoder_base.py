@@ -26,7 +26,7 @@ def _job(folder: Path, settings: Settings) -> Job:
 
 def _prices(folder: Path, settings: Settings) -> dict[tuple[int, str], dict[str, Any]]:
     job = _job(folder, settings)
-    return encoder_cleaning.prices(job, encoder_cleaning.Source(job, texts.MADE_UP), texts.depths(2))
+    return encoder_cleaning.prices(job, encoder_cleaning.source_of(job, texts.MADE_UP), texts.depths(2))
 
 
 def test_two_recipes_share_all_but_their_settings_and_note() -> None:
@@ -72,7 +72,7 @@ def test_on_a_gpu_the_most_memory_since_the_trial_began_is_recorded(
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak[-1])
     settings = BASE["smoke"]
     job = _job(tmp_path, settings)
-    source = encoder_cleaning.Source(job, texts.MADE_UP)
+    source = encoder_cleaning.source_of(job, texts.MADE_UP)
     method = text_methods(settings.rates)["SAMA"]
     there = replace(job, device=torch.device("cuda"))
     assert encoder_cleaning._price(there, source, settings.parts[0], 1, method) == {"seconds": 0.5, "bytes": 7}
@@ -125,7 +125,7 @@ def test_no_fresh_network_is_trained_where_many_layers_are_tuned(layers: int, ag
     setting = {name: values[0] for name, values in method.grid.items()}
     for given, expected in ((settings, again), (replace(settings, again_deep=True), True)):
         job = _job(tmp_path, given)
-        source = encoder_cleaning.Source(job, texts.MADE_UP)
+        source = encoder_cleaning.source_of(job, texts.MADE_UP)
         entry = encoder_cleaning._entry(job, source, settings.parts[0], layers, method)
         assert ("again" in entry.final(setting, 1)) is expected
 

@@ -15,10 +15,11 @@ import torch
 from experiments import paper, records
 from experiments.paper import page, places
 from experiments.paper.__main__ import main
+from experiments.paper.compare import of_contest
 from experiments.paper.longer import Longer
 from experiments.paper.printed import printed
 from experiments.paper.recipe import Job, Judgement, Recipe, Result, Table, Verdict
-from experiments.paper.visits import Visits, of_contest
+from experiments.paper.visits import Visits
 from experiments.pieces import Cells, OutOfTime
 from hyperkron.solution import HyperkronError
 
@@ -287,8 +288,9 @@ def test_the_page_of_no_results_names_every_table_and_figure(tmp_path: Path) -> 
     assert [path.name for path in written[:2]] == ["paper.md", "paper.html"]
     assert {path.stem for path in written[2:]} == set(paper.recipes())
     text += "".join(path.read_text("utf-8") for path in written[2:])
+    assert {name for recipe in paper.recipes().values() for name in recipe.place.split("; ")} == set(places.PLACES)
     for place in places.PLACES:
-        assert place.name in text
+        assert place in text
     for number in ("7.62e-03", "1.83", "88.4", "85.04 ± 0.23", "5.4", "42.33"):  # tables 1 to 6
         assert number in text
     first = [line for line in text.split("##")[0].splitlines() if "| reproduced in trend |" in line]

@@ -129,7 +129,7 @@ def test_the_list_of_parts_may_change_and_the_rest_may_not(tmp_path: Path) -> No
 def test_deep_runs_have_their_own_number_of_steps(tmp_path: Path) -> None:
     settings = replace(encoder_settings.MINILM["smoke"], deep_steps=2)
     job = Job("smoke", settings, (1,), CPU, Cells(tmp_path / "x.jsonl", {}))
-    source = encoder_cleaning.Source(job, texts.MADE_UP)
+    source = encoder_cleaning.source_of(job, texts.MADE_UP)
     method = text_methods(settings.rates)["Baseline"]
     for layers, steps in ((1, settings.case.steps), (2, 2)):
         entry = encoder_cleaning._entry(job, source, settings.parts[0], layers, method)
@@ -293,7 +293,7 @@ def test_tuning_does_not_touch_the_test_part(
     )
     settings = encoder_settings.MINILM["smoke"]
     job = Job("smoke", settings, (1,), CPU, Cells(tmp_path / "x.jsonl", {}))
-    source = encoder_cleaning.Source(job, texts.MADE_UP)
+    source = encoder_cleaning.source_of(job, texts.MADE_UP)
     method = text_methods(settings.rates)["SAMA"]
     entry = encoder_cleaning._entry(job, source, settings.parts[0], 1, method)
     setting = {key: values[0] for key, values in method.grid.items()}
@@ -326,7 +326,7 @@ def test_times_of_the_encoder_experiment_are_steps_times_prices() -> None:
 def test_a_fresh_network_is_trained_with_the_final_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     settings = encoder_settings.MINILM["smoke"]
     job = paper.recipes()["encoder"].job("smoke", 1, CPU, tmp_path)
-    source = encoder_cleaning.Source(job, texts.MADE_UP)
+    source = encoder_cleaning.source_of(job, texts.MADE_UP)
     methods = text_methods(settings.rates)
     entries = {n: encoder_cleaning._entry(job, source, settings.parts[0], 1, methods[n]) for n in ("KFAC", "Baseline")}
     setting = {name: values[0] for name, values in entries["KFAC"].grid.items()}

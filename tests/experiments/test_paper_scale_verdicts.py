@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from experiments.paper import (
+    contest_page,
     encoder_answer,
     encoder_cleaning,
     encoder_page,
@@ -122,9 +123,10 @@ def test_resnet_cut_short_has_fewer_pairs(tmp_path: Path) -> None:
     figures = _resnet((0.9, 0.9, 0.9))
     del figures["found"]["AmIGO"]
     assert resnet.verdict(_result(figures)).verdict is Verdict.TREND
-    assert resnet.plot(_result(figures), tmp_path)[0].is_file()
+    assert contest_page.plot(_result(figures), tmp_path)[0].is_file()
     assert trade_off.plot(_result(_trade_off(1.0)), tmp_path)[0].is_file()
-    for table in (*resnet.tables(_result(figures)), *trade_off.tables(_result(_trade_off(1.0)))):
+    compared = trade_off.RECIPES[0].tables(_result(_trade_off(1.0)))
+    for table in (*resnet.RECIPES[0].tables(_result(figures)), *compared):
         assert all(len(row) == len(table.columns) for row in table.rows)
 
 

@@ -180,10 +180,6 @@ def test_a_difference_within_the_noise_is_none() -> None:
     assert amortization.verdict(taus).verdict is Verdict.TREND
 
 
-def test_a_curve_that_never_gets_there() -> None:
-    assert simple_models.reached({"seconds": [0.0, 1.0], "test_loss": [None, 1.0]}, 0.5) is None
-
-
 # --- moving averages ---------------------------------------------------------------------------------------
 
 

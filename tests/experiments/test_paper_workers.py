@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,15 @@ def test_the_recipe_of_another_process_is_the_same(tmp_path: Path, monkeypatch: 
     written = recipe.job("smoke", 1, CPU, tmp_path).cells
     job.cells, job.deadline = written, -math.inf
     assert list(compete(job, *first(job)).stages["made-up/1/all/weak"]) == ["SAMA"]
+
+
+def test_recipes_that_share_their_work_can_be_sent_to_another_process() -> None:
+    shared = [
+        recipe for recipe in paper.recipes().values() if recipe.stages is not None or recipe.name == "unlearnable"
+    ]
+    assert len(shared) > 2
+    for recipe in shared:
+        ForkingPickler.dumps(recipe)  # what multiprocessing does with it
 
 
 def _failing(job: Job) -> tuple[list[Stage], int]:

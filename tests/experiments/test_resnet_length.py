@@ -213,7 +213,7 @@ def test_the_page_has_the_recorded_tables(batch: str, capsys: pytest.CaptureFixt
 
 def test_what_the_page_says_of_the_runs() -> None:
     """All have their lowest held-out loss early, when many weights have not been updated, and end at a higher one."""
-    contest = Contest(Lines(resnet_length.RESULT).rows, resnet_length_page.EARLIER)
+    contest = Contest(Lines(image_contest.RESULT).rows, resnet_length_page.EARLIER)
     rows = [x for name in ("AID-KFAC", "AID-identity") for x in contest.results(name)]
     assert len(rows) == 6 and all(40 <= x["best"]["step"] <= 80 and x["visits"] > 12 for x in rows)
     assert all(resnet_length_page.visits(x).never > 0.35 for x in rows)
@@ -226,7 +226,7 @@ def test_what_the_page_says_of_the_runs() -> None:
 
 def test_what_the_page_says_of_smaller_steps_of_theta() -> None:
     """The lowest loss comes as early; KFAC's is below that of CG-3; no verdict, whatever is run besides."""
-    rows = Lines(resnet_length.RESULT).rows
+    rows = Lines(image_contest.RESULT).rows
     contest = Contest(rows)
     ours, theirs = (contest.results(name) for name in ("AID-KFAC", "AID-CG-3"))
     assert len(ours) == len(theirs) == 3 and all(26 <= x["best"]["step"] <= 80 for x in [*ours, *theirs])
@@ -241,7 +241,7 @@ def test_what_the_page_says_of_smaller_steps_of_theta() -> None:
 
 def test_theta_s_step_size_with_larger_batches_follows_from_the_pilot() -> None:
     """The largest printed one at which at least four fifths of the weights were updated when the loss was lowest."""
-    rows = {x["setting"]["inner"]: x for x in Lines(resnet_length.result_of(2500)).rows if x["wanted"] == 150}
+    rows = {x["setting"]["inner"]: x for x in Lines(image_contest.result_of(2500)).rows if x["wanted"] == 150}
     left = {inner: resnet_length_page.visits(x).never for inner, x in rows.items()}
     assert left[0.001] < 0.06 and left[0.01] > 0.4 and left[0.05] > 0.4
     assert image_contest.plan_of(2500).inner == 0.001
@@ -251,7 +251,7 @@ def test_what_the_page_says_of_larger_batches() -> None:
     """KFAC lowers the loss of AID and AmIGO; whatever λ's step size or the damping, CG-3 and the identity are above."""
     found = resnet_length_page.judgement("Figure 2")
     assert found.verdict is Verdict.TREND and "AID-CG-3 → AID-KFAC -0.134" in found.because
-    tried = [x for x in Lines(resnet_length.result_of(2500)).rows if x["wanted"] == 100]
+    tried = [x for x in Lines(image_contest.result_of(2500)).rows if x["wanted"] == 100]
     names = ("AID-KFAC", "AID-CG-3", "AID-identity")
     kfac, cg, identity = ([x["best"]["test_loss"] for x in tried if x["method"] == name] for name in names)
     assert len(tried) == 9 and min(cg) - max(kfac) > 0.09 and min(identity) - max(kfac) > 0.15
@@ -371,7 +371,7 @@ def test_other_batches_have_records_checkpoints_and_times_of_their_own(
     plain, large = seen
     assert (plain.checkpoints, large.checkpoints) == (tmp_path, tmp_path / "resnet-length-batch-2500")
     assert large.alone == {name: 5 * ms for name, ms in plain.alone.items()} != {}
-    assert resnet_length.result_of(500) == resnet_length.RESULT != resnet_length.result_of(2500)
+    assert image_contest.result_of(500) == image_contest.RESULT != image_contest.result_of(2500)
     split, size = small()
     task = Task("AID-identity", {"outer": 0.1, "inner": 0.01}, 0, 1)
     assert resnet_length.run(task, split, size, Plan(steps=1))["batch"] == size.batch
