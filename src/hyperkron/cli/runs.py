@@ -191,6 +191,8 @@ def predict(options: Any, given: list[str]) -> int:
         raise UsageError(f"--out={options.out!r} must end in {' or '.join(FORMATS)}.")
     if out is not None and out.exists() and not options.overwrite:
         raise FileExistsError(f"--out={options.out!r} exists already; choose another name, or add --overwrite.")
+    if out is not None and out.exists() and Path(options.rows).exists() and out.samefile(options.rows):
+        raise FileExistsError(f"--out={options.out!r} is NEW itself; choose another name.")
     result = load(options.run, model=load_model(options.model), encoder=options.encoder, device=options.device)
     reading = ReadOptions() if options.charset is None else ReadOptions(charset=options.charset)
     found, probabilities = result.predicted(options.rows, id=options.id, options=reading)
@@ -208,15 +210,19 @@ def predict(options: Any, given: list[str]) -> int:
     notes = [as_options(message) for message in (*found.messages, *(str(w.message) for w in caught))]
     for note in notes:
         say(f"warning: {note}")
-    if out is None:
+    if out is None and not options.json:
         print(text, end="")
+        return 0
+    about = {"rows": found.count, "classes": list(result.classes), "warnings": notes}
+    if out is None:
+        say_json({"predictions": lines, **about})
         return 0
     with in_words(out, len(text)):
         out.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(out) as beside:
             beside.write_bytes(text.encode("utf-8", "replace"))
     if options.json:
-        say_json({"file": str(out), "rows": found.count, "classes": list(result.classes), "warnings": notes})
+        say_json({"file": str(out), **about})
     elif not options.quiet:
         say(f"{found.count} rows predicted.")
         print(out)
