@@ -320,8 +320,9 @@ def _value_notes(raw: Raw, encoding: TableEncoding) -> list[str]:
 
 def surprise_notes(raw: Raw, encoding: TableEncoding | None) -> list[str]:
     """What a table other than the training rows holds that their encoding has no input for."""
-    found = [] if encoding is None else encoding.surprises(raw.inputs)
-    return [f"{raw.name}: {note}" for note in found]
+    if encoding is None or not isinstance(raw.inputs, Mapping):
+        return []
+    return [f"{raw.name}: {note}" for note in encoding.surprises(raw.inputs)]
 
 
 def labelled(raw: Raw, classes: tuple[str, ...], encoding: TableEncoding | None, notes: Iterable[str] = ()) -> Labelled:
