@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from hyperkron.cleaning.data import NoLabelColumn, ReadOptions, RowHashes, export_rows, read_pair, row_hashes
+from hyperkron.cleaning.data.arrow import PREFIX
 from hyperkron.cleaning.data.kept import FormulaCells, Formulas
+from hyperkron.cleaning.data.sources import split_source
 from hyperkron.cleaning.fields import Fields, read_object, read_result
 from hyperkron.cleaning.folder import HASHES
 from hyperkron.cleaning.loading import CsvRow, finished_rows, load, read_decisions
@@ -46,6 +48,11 @@ def export(options: Any, given: list[str]) -> int:
     config = _config(folder)
     train, reading = config.child("source").text("train"), config.child("source").child("reading").raw
     rows = _rows(folder, options.threshold)
+    if not train.startswith(PREFIX) and not split_source(train)[0].exists():
+        raise HyperkronError(
+            f"{train!r}, where the training rows of the run in {options.run!r} came from, is not there any more; put "
+            "the file back, then export again."
+        )
     how = ReadOptions(charset=reading.get("charset") or ReadOptions.charset)
     notes = [note for note in [_check_rows(folder, train, config.child("rows"), how)] if note]
     decided = {} if options.decisions is None else read_decisions(options.decisions, folder)
