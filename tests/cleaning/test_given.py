@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from blobs import Blobs, blobs, quicken
 from hyperkron.cleaning import CleanConfig, CleanResult, clean
-from hyperkron.cleaning.data import ReadOptions, read_pair
+from hyperkron.cleaning.data import InputForm, ReadOptions, read_pair
 from hyperkron.cleaning.models import HASHED
 from hyperkron.cleaning.sources import read_parts
 from hyperkron.solution import HyperkronError
@@ -248,3 +248,10 @@ def test_test_rows_are_read_with_the_options_of_the_others(tmp_path: Path) -> No
     parts = read_parts(*map(str, files), {"options": ReadOptions(charset="latin-1")})
     assert [part.inputs[0] for part in parts] == ["train été 0", "trusted été 0", "test été 0"]
     assert [len(part) for part in parts] == [8, 4, 4]
+
+
+def test_numbers_in_bfloat16_are_read() -> None:
+    x, y = torch.arange(12.0).reshape(6, 2).bfloat16(), torch.tensor([0, 1] * 3)
+    parts = read_parts((x, y), (x + 0.5, y), TensorDataset(x + 20, y), {})
+    assert parts[0].inputs.tolist() == x.tolist() and parts[2].inputs.tolist() == (x + 20).tolist()
+    assert InputForm.of(parts[0]).read(x).inputs.tolist() == x.tolist()

@@ -201,6 +201,13 @@ def test_the_command_writes_csv_and_json_lines(
     assert first["id"] == {"customer": "C-0"} and set(first["probabilities"]) == set("ABC")
     assert main(["predict", run, new]) == 0
     assert capsys.readouterr().out == (tmp_path / "p.csv").read_text()
+    assert main(["predict", run, new, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["predictions"][0] == first and len(found["predictions"]) == found["rows"] == 70
+    (tmp_path / "new.csv").write_bytes(before := (folder / "train.csv").read_bytes())
+    assert main(["predict", run, str(tmp_path / "new.csv"), "-o", str(tmp_path / "new.csv"), "--overwrite"]) == 1
+    assert "is NEW itself; choose another name" in capsys.readouterr().err
+    assert (tmp_path / "new.csv").read_bytes() == before
 
 
 def test_the_command_says_what_is_missing(

@@ -103,6 +103,8 @@ def test_errors_name_options_and_not_arguments() -> None:
         "run_folder='x' is not a folder": "RUN='x' is not a folder",
         "name it (trusted=..., --trusted)": "name it (--trusted)",
         "choose another, or pass overwrite=True.": "choose another, or pass --overwrite.",
+        "it holds a run; continue it with resume('my run'), or": "it holds a run; continue it with `hyperkron resume "
+        "'my run'`, or",
         "'label=3' and `seed=1` and noise.text=4": "'label=3' and `seed=1` and noise.text=4",
     }.items():
         assert as_options(said) == shown

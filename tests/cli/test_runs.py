@@ -79,6 +79,13 @@ def test_dropping_suspects(rows: list[dict[str, Any]], capsys: Captured) -> None
         assert told in capsys.readouterr().err
 
 
+def test_exporting_after_the_source_was_moved(rows: list[dict[str, Any]], capsys: Captured) -> None:
+    Path("train.csv").rename("moved.csv")
+    assert main(["export", "runs/mine", "--drop", "suspects", "-o", "clean.csv"]) == 1
+    told = capsys.readouterr().err
+    assert "train.csv', where the training rows of the run in 'runs/mine' came from, is not there any more; put" in told
+
+
 def test_relabelling_suspects(rows: list[dict[str, Any]], capsys: Captured) -> None:
     assert main(["export", "runs/mine", "--relabel", "suspects", "-o", "clean.csv", "--json"]) == 0
     with Path("clean.csv").open(newline="") as file:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hyperkron.cleaning.data import Labelled
+from hyperkron.cleaning.data.arrays import tensor_array
 from hyperkron.cleaning.data.encoding import TableEncoding
 from hyperkron.cleaning.data.files import existing, np
 from hyperkron.cleaning.data.labelled import Roles
@@ -92,7 +93,7 @@ def _values(name: str, given: Any, classes: tuple[str, ...] = ()) -> Any:
         if path.suffix.lower() not in suffixes:
             raise HyperkronError(f"{name}={str(path)!r} must be a {' or '.join(suffixes)} file; save it as one.")
         given = _read_csv(path, classes) if path.suffix.lower() == ".csv" else _read_npy(name, path)
-    values = given.detach().cpu().numpy() if isinstance(given, Tensor) else np.asarray(given)
+    values = tensor_array(given) if isinstance(given, Tensor) else np.asarray(given)
     if values.ndim != 2 or values.dtype.kind not in "fiub" or not values.shape[1]:
         raise HyperkronError(
             f"{name} has shape {values.shape} and type {values.dtype}; give a matrix of numbers, one row for each row "

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hyperkron.cleaning.data import Labelled, read, read_pair
+from hyperkron.cleaning.data import Labelled, arrays, read, read_pair
 from hyperkron.cleaning.data.roles import LABELS
 from hyperkron.solution import HyperkronError
 
@@ -59,7 +59,7 @@ def _source(given: Any, names: bool = False) -> Any:
                 "give (x, y), a dictionary of columns, or a Dataset of such pairs."
             )
         xs, ys = [p[0] for p in pairs], [p[1] for p in pairs]
-        x = torch.stack([torch.as_tensor(v) for v in xs]).numpy() if not isinstance(xs[0], str) else xs
+        x = arrays.tensor_array(torch.stack([torch.as_tensor(v) for v in xs])) if not isinstance(xs[0], str) else xs
         return {"x": x, "y": [v.item() if isinstance(v, Tensor) else v for v in ys]}
     raise HyperkronError(
         f"cannot read rows from a {type(given).__name__}; give a path, a DataFrame, a dictionary of columns, (x, y), "
@@ -68,7 +68,7 @@ def _source(given: Any, names: bool = False) -> Any:
 
 
 def _array(values: Any) -> Any:
-    return values.detach().cpu().numpy() if isinstance(values, Tensor) else values
+    return arrays.tensor_array(values) if isinstance(values, Tensor) else values
 
 
 def plain_sources(train: Any, trusted: Any, test: Any, reading: dict[str, Any]) -> dict[str, Any] | None:

@@ -255,4 +255,5 @@ def as_options(text: str) -> str:
             return f"{name} {shlex.join([read] if isinstance(read, str) else read)}"
         return name if value == "True" else f"{name} ..."
 
+    text = re.sub(rf"\bresume\(({_TEXT})\)", lambda found: f"`hyperkron resume {shlex.quote(found[1][1:-1])}`", text)
     return re.sub(r"(--[\w-]+) \.\.\., \1", r"\1", _ARGUMENT.sub(named, text))

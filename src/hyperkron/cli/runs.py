@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from hyperkron.cleaning.data import NoLabelColumn, ReadOptions, RowHashes, export_rows, read_pair, row_hashes
+from hyperkron.cleaning.data.arrow import PREFIX
 from hyperkron.cleaning.data.kept import FormulaCells, Formulas
+from hyperkron.cleaning.data.sources import split_source
 from hyperkron.cleaning.fields import Fields, read_object, read_result
 from hyperkron.cleaning.folder import HASHES
 from hyperkron.cleaning.loading import CsvRow, finished_rows, load, read_decisions
@@ -46,6 +48,11 @@ def export(options: Any, given: list[str]) -> int:
     config = _config(folder)
     train, reading = config.child("source").text("train"), config.child("source").child("reading").raw
     rows = _rows(folder, options.threshold)
+    if not train.startswith(PREFIX) and not split_source(train)[0].exists():
+        raise HyperkronError(
+            f"{train!r}, where the training rows of the run in {options.run!r} came from, is not there any more; put "
+            "the file back, then export again."
+        )
     how = ReadOptions(charset=reading.get("charset") or ReadOptions.charset)
     notes = [note for note in [_check_rows(folder, train, config.child("rows"), how)] if note]
     decided = {} if options.decisions is None else read_decisions(options.decisions, folder)
@@ -191,6 +198,8 @@ def predict(options: Any, given: list[str]) -> int:
         raise UsageError(f"--out={options.out!r} must end in {' or '.join(FORMATS)}.")
     if out is not None and out.exists() and not options.overwrite:
         raise FileExistsError(f"--out={options.out!r} exists already; choose another name, or add --overwrite.")
+    if out is not None and out.exists() and Path(options.rows).exists() and out.samefile(options.rows):
+        raise FileExistsError(f"--out={options.out!r} is NEW itself; choose another name.")
     result = load(options.run, model=load_model(options.model), encoder=options.encoder, device=options.device)
     reading = ReadOptions() if options.charset is None else ReadOptions(charset=options.charset)
     found, probabilities = result.predicted(options.rows, id=options.id, options=reading)
@@ -208,15 +217,19 @@ def predict(options: Any, given: list[str]) -> int:
     notes = [as_options(message) for message in (*found.messages, *(str(w.message) for w in caught))]
     for note in notes:
         say(f"warning: {note}")
-    if out is None:
+    if out is None and not options.json:
         print(text, end="")
+        return 0
+    about = {"rows": found.count, "classes": list(result.classes), "warnings": notes}
+    if out is None:
+        say_json({"predictions": lines, **about})
         return 0
     with in_words(out, len(text)):
         out.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(out) as beside:
             beside.write_bytes(text.encode("utf-8", "replace"))
     if options.json:
-        say_json({"file": str(out), "rows": found.count, "classes": list(result.classes), "warnings": notes})
+        say_json({"file": str(out), **about})
     elif not options.quiet:
         say(f"{found.count} rows predicted.")
         print(out)

@@ -186,6 +186,12 @@ def _npz(content: Mapping[str, Any]) -> bytes:
     return file.getvalue()
 
 
+def tensor_array(values: Tensor) -> Array:
+    """The numbers of a tensor; numpy has no bfloat16, which becomes float32."""
+    found = values.detach().cpu()
+    return np.asarray(found.float() if found.dtype == torch.bfloat16 else found)
+
+
 def dense(x: Any, name: str, most: int = ReadOptions.max_cells) -> Array:
     """An array of what was given; a sparse matrix is filled up, if it is not too large for that."""
     if hasattr(x, "toarray"):

@@ -9,18 +9,16 @@ import re
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
-from hyperkron.cleaning.data.encoding import Number, TableEncoding
+from hyperkron.cleaning.data.encoding import TableEncoding
 from hyperkron.cleaning.data.files import listing, np, several
 from hyperkron.cleaning.data.labelled import Labelled, Raw
 from hyperkron.cleaning.data.values import (
-    LARGEST,
     Array,
     Columns,
     as_number,
     category,
     cells,
     exact_numbers,
-    extremes,
     gaps,
     is_missing,
     numbers,
@@ -317,14 +315,14 @@ def _value_notes(raw: Raw, encoding: TableEncoding) -> list[str]:
             f"{raw.name}: missing values in {several(len(gappy), 'column')}: {listing(gappy, 8)}. Numbers get the "
             "training mean and a flag, categories an input of their own."
         )
-    found = {c.name: extremes(columns[c.name]) for c in encoding.columns if isinstance(c, Number)}
-    shown = [f"{name!r} ({len(values)}, such as {values[0]:g})" for name, values in found.items() if len(values)]
-    if shown:
-        notes.append(
-            f"{raw.name}: extreme values in {several(len(shown), 'column')}, taken as missing: {listing(shown, 8)}. "
-            f"Numbers must lie between -{LARGEST:g} and {LARGEST:g}; correct these, or rescale the column."
-        )
-    return notes
+    return notes + [f"{raw.name}: {note}" for note in encoding.extremes(columns)]
+
+
+def surprise_notes(raw: Raw, encoding: TableEncoding | None) -> list[str]:
+    """What a table other than the training rows holds that their encoding has no input for."""
+    if encoding is None or not isinstance(raw.inputs, Mapping):
+        return []
+    return [f"{raw.name}: {note}" for note in encoding.surprises(raw.inputs)]
 
 
 def labelled(raw: Raw, classes: tuple[str, ...], encoding: TableEncoding | None, notes: Iterable[str] = ()) -> Labelled:

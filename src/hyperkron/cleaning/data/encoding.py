@@ -126,6 +126,31 @@ class TableEncoding:
             raise HyperkronError(f"no column can be used as a feature: {' '.join(messages) or 'there is none.'}")
         return cls(tuple(kept)), messages
 
+    def surprises(self, columns: Columns) -> list[str]:
+        """What cells other than those of the training rows hold that the encoding has no input for."""
+        found = []
+        for column in self.columns:
+            cells = columns[column.name]
+            if isinstance(column, Number):
+                strange, why = read_numbers(cells, column.form)[1], "taken as missing: numbers are expected"
+            else:
+                names = () if column.other else map(category, cells)
+                strange = [name for name in names if name is not None and name not in column.values]
+                why = "which no training row has: the model learns nothing from it"
+            if strange:
+                shown = listing(dict.fromkeys(repr(str(value)[:40]) for value in strange))
+                found.append(f"column {column.name!r} holds {shown}, {why}.")
+        return found
+
+    def extremes(self, columns: Columns) -> list[str]:
+        """What to say about numbers that float32 cannot hold."""
+        found = {c.name: extremes(columns[c.name]) for c in self.columns if isinstance(c, Number)}
+        shown = [f"{name!r} ({len(values)}, such as {values[0]:g})" for name, values in found.items() if len(values)]
+        return [
+            f"extreme values in {several(len(shown), 'column')}, taken as missing: {listing(shown, 8)}. "
+            f"Numbers must lie between -{LARGEST:g} and {LARGEST:g}; correct these, or rescale the column."
+        ] * bool(shown)
+
     def matrix(self, columns: Columns) -> Array:
         """The table as float32 (N, d), NaN where a number is missing."""
         absent = [column.name for column in self.columns if column.name not in columns]

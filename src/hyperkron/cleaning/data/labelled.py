@@ -46,7 +46,11 @@ class Roles:
             raise HyperkronError("features=[] names no column; leave it out to use all.")
         for name in ("id", "annotators"):
             value = getattr(self, name)
-            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value or ()))
+            object.__setattr__(self, name, (value,) if isinstance(value, (str, int)) else tuple(value or ()))
+        for name, value in vars(self).items():  # columns are known by their names as text, also those of numbers
+            if value is not None:
+                several = name in ("features", "id", "annotators")
+                object.__setattr__(self, name, tuple(map(str, value)) if several else str(value))
         if self.annotator is not None and self.annotators:
             raise HyperkronError(
                 f"annotator={self.annotator!r} and annotators={list(self.annotators)!r} contradict each other; name "

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from hyperkron.cleaning.data import arrays, checks
-from hyperkron.cleaning.data.encoding import Number, TableEncoding
+from hyperkron.cleaning.data.encoding import TableEncoding
 from hyperkron.cleaning.data.files import listing, nearest, np, several
 from hyperkron.cleaning.data.images import SUFFIXES
 from hyperkron.cleaning.data.labelled import Frame, Kind, Labelled, Raw, Roles, pick
 from hyperkron.cleaning.data.limits import ReadOptions
 from hyperkron.cleaning.data.roles import column_inputs, infer_input
 from hyperkron.cleaning.data.sources import in_memory, locate
-from hyperkron.cleaning.data.values import Array, Columns, cells, read_numbers
+from hyperkron.cleaning.data.values import Array, Columns, cells, gaps
 from hyperkron.solution import HyperkronError
 
 
@@ -101,7 +101,7 @@ class InputForm:
             if not self._positional(named):
                 return named
             rows = np.asarray(rows)
-        values = rows.detach().cpu() if hasattr(rows, "detach") else rows
+        values = arrays.tensor_array(rows) if hasattr(rows, "detach") else rows
         if self.kind == "text":
             return Raw("rows", "text", _texts(values), [None] * len(values), np.arange(len(values)))
         found = arrays.dense(values, "rows")
@@ -120,25 +120,26 @@ class InputForm:
     def _from_arrays(self, raw: Raw) -> NewRows:
         checks.refuse_other_kind(raw, self.kind, self.shape, "the training rows")
         inputs: Any = raw.inputs
+        notes: list[str] = []
         if self.encoding is not None and isinstance(inputs, Mapping):
-            whole = list(inputs) == list(self.encoding.names)
-            inputs = np.stack(list(inputs.values()), axis=1) if whole else self._matrix(inputs, raw.name)[0]
+            if list(inputs) == list(self.encoding.names):
+                inputs = np.stack(list(inputs.values()), axis=1)
+            else:
+                inputs, notes = self._matrix(inputs, raw.name)
         count = len(raw.rows) + sum(map(len, raw.left_out.values()))
         known = {name: dict(zip(raw.rows.tolist(), cells(values), strict=True)) for name, values in raw.ids.items()}
         ids = {name: [values.get(row, "") for row in range(count)] for name, values in known.items()}
-        return NewRows(inputs, raw.rows, count, ids, raw.messages)
+        return NewRows(inputs, raw.rows, count, ids, (*raw.messages, *notes))
 
     def _matrix(self, columns: Columns, name: str) -> tuple[Array, list[str]]:
         """A table as the training rows are encoded, and what to say about its cells."""
         assert self.encoding is not None
         _require_columns([column.name for column in self.encoding.columns], columns, name)
-        notes = []
-        for column in self.encoding.columns:
-            strange = read_numbers(columns[column.name], column.form)[1] if isinstance(column, Number) else []
-            if strange:
-                shown = listing(dict.fromkeys(repr(str(value)[:40]) for value in strange))
-                notes.append(f"{name}: column {column.name!r} holds {shown}, taken as missing: numbers are expected.")
-        return self.encoding.matrix(columns), notes
+        notes = [*self.encoding.surprises(columns), *self.encoding.extremes(columns)]
+        empty = np.all([gaps(columns[column.name]) for column in self.encoding.columns], axis=0).sum()
+        if empty:
+            notes.append(f"{several(int(empty), 'row')} without a feature; do not rely on their answers.")
+        return self.encoding.matrix(columns), [f"{name}: {note}" for note in notes]
 
     def _from_columns(self, frame: Frame, id: Sequence[str] | str | None, options: ReadOptions) -> NewRows:
         known = [name for name in (*self.roles.id, *frame.ids) if name in frame.columns]

@@ -92,7 +92,8 @@ def read(
         asked = replace(asked, features=[column.name for column in like.encoding.columns])
     raw = _load(source, argument, asked, options, like.shape, part=part)
     checks.refuse_other_kind(raw, like.kind, like.shape, like.source)
-    return checks.labelled(checks.known_only(raw, like.classes), like.classes, like.encoding)
+    raw = checks.known_only(raw, like.classes)
+    return checks.labelled(raw, like.classes, like.encoding, checks.surprise_notes(raw, like.encoding))
 
 
 def read_pair(
@@ -177,7 +178,12 @@ def _pair(train: Raw, trusted: Raw, options: ReadOptions) -> tuple[Labelled, Lab
     notes += checks.duplicate_notes(train, ours)
     return (
         checks.labelled(train, classes, encoding, notes),
-        checks.labelled(trusted, classes, encoding, checks.duplicate_notes(trusted, theirs)),
+        checks.labelled(
+            trusted,
+            classes,
+            encoding,
+            [*checks.surprise_notes(trusted, encoding), *checks.duplicate_notes(trusted, theirs)],
+        ),
     )
 
 

@@ -45,13 +45,16 @@ def resolve(frame: Frame, asked: Roles) -> tuple[Roles, list[str]]:
     if both := [name for name in asked.id if name in asked.inputs()]:
         raise HyperkronError(f"id={both[0]!r} is also named as an input; ids are carried along and not learnt from.")
     found = replace(asked, label=label)
+    told = ""
     if not asked.given("text", "image", "features"):
         found = infer_input(frame, found)
+        if (column := found.text or found.image) is not None:
+            told = f"column {column!r} is taken as the {'text' if found.text else 'image'}; "
     used = (*found.inputs(), *found.id, *([] if voted else [label]))
     unused = [name for name in frame.columns if name not in used]
     messages = []
     if unused:
-        messages.append(f"{frame.name}: columns not used: {listing(map(repr, unused), 12)}.")
+        messages.append(f"{frame.name}: {told}columns not used: {listing(map(repr, unused), 12)}.")
     if asked.trusted_column is None and any(name.lower() in TRUSTED for name in unused):
         messages.append(f"{frame.name}: to take the trusted rows from a column, pass trusted_column=....")
     return found, messages
@@ -81,7 +84,8 @@ def _require(
     if name not in columns:
         names = list(columns)
         hint = nearest(name, names)
-        raise error(f"{argument}={name!r} is not a column of {source}.{hint} Columns: {_names(names)}.")
+        shared = " Name columns that all sources have with features=[...]." if "features" in argument else ""
+        raise error(f"{argument}={name!r} is not a column of {source}.{hint} Columns: {_names(names)}.{shared}")
 
 
 def _names(columns: Iterable[str]) -> str:
