@@ -19,7 +19,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"
 PAGES = ROOT / "experiments" / "pages"
-_PACKAGES = ("hyperkron", "numpy", "transformers", "pillow")
+_PACKAGES = ("hyperkron", "numpy", "transformers", "pillow", "kronfluence")
 
 
 def synchronize(device: torch.device | str) -> None:

@@ -35,11 +35,13 @@ KRONFLUENCE = {f"kronfluence, damping {d}": d for d in (None, 1e-3, 1e-5)}
 SHRUNK = {k: f"PCG-{k}, shrunk, δ by the rule" for k in (3, 10)}
 BY_ROWS = ("digits_cnn", "cifar_cnn")
 """Settings in which PCG has the rows of G in memory: products by passes through convolutions are slow on a CPU."""
+Scorer = Callable[[nn.Module, Setting, str], dict[str, Tensor]]
+"""The scores by the names of methods, of a network in a setting and the name of that."""
 VERSION = {"version": 1}
 """Of the pieces on record."""
 
 
-def by_methods(*names: str) -> Callable[[nn.Module, Setting, str], dict[str, Tensor]]:
+def by_methods(*names: str) -> Scorer:
     """The scores of these methods of ``peers.py``."""
     return lambda model, setting, _: {name: methods("all")[name](model, setting) for name in names}
 
@@ -56,7 +58,7 @@ def by_pcg(steps: int, model: nn.Module, setting: Setting, name: str) -> dict[st
     return {SHRUNK[steps]: known[SHRUNK[steps]](model, setting)}
 
 
-GROUPS = {
+GROUPS: dict[str, Scorer] = {
     "EKFAC": by_methods(DEFAULT),
     "kronfluence": by_kronfluence,
     "gradients": by_methods("identity (gradient products)", "gradient cosine"),
@@ -120,7 +122,7 @@ def table(cells: Cells) -> str:
         texts = [told(list(found[method].values())) if method in found else "" for found in by_name.values()]
         lines.append(f"| {method} | {' | '.join(texts)} |")
     for base in KRONFLUENCE:
-        for method in (DEFAULT, *SHRUNK.values()):
+        for method in (DEFAULT, SHRUNK[3]):
             texts = [difference(found, method, base) for found in by_name.values()]
             lines.append(f"| {method} − {base} | {' | '.join(texts)} |")
     return "\n".join(lines)
