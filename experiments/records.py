@@ -18,7 +18,7 @@ from support.provenance import hardware as hardware
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"
 PAGES = ROOT / "experiments" / "pages"
-_PACKAGES = ("torch", "hyperkron", "numpy", "transformers", "pillow")
+_PACKAGES = ("torch", "hyperkron", "numpy", "transformers", "pillow", "kronfluence")
 
 
 def synchronize(device: torch.device | str) -> None:

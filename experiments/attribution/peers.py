@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -81,8 +82,16 @@ def kronfluence(damping: float | None, aggregate: bool = False, share: int = 1, 
     With ``aggregate`` the gradients of all queries are added up, and there is one row of scores. Factors and spectrum
     are measured on one of ``share`` rows.
     """
+    several = kronfluence_with([damping], aggregate, share, batch_size)
+    return lambda model, setting: several(model, setting)[damping]
 
-    def score(model: nn.Module, setting: Setting) -> Tensor:
+
+def kronfluence_with(
+    dampings: Sequence[float | None], aggregate: bool = False, share: int = 1, batch_size: int = 600
+) -> Callable[[nn.Module, Setting], dict[float | None, Tensor]]:
+    """The scores with each of several dampings, from the same factors and spectrum."""
+
+    def score(model: nn.Module, setting: Setting) -> dict[float | None, Tensor]:
         import copy
 
         from kronfluence.analyzer import Analyzer, prepare_model  # type: ignore[import-not-found]
@@ -118,16 +127,18 @@ def kronfluence(damping: float | None, aggregate: bool = False, share: int = 1, 
             most = None if share == 1 else len(train) // share
             measured = FactorArguments(strategy="ekfac", covariance_max_examples=most, lambda_max_examples=most)
             analyzer.fit_all_factors("f", train, per_device_batch_size=batch_size, factor_args=measured)
-            analyzer.compute_pairwise_scores(
-                "s",
-                "f",
-                queries,
-                train,
-                per_device_query_batch_size=100,
-                per_device_train_batch_size=batch_size,
-                score_args=ScoreArguments(damping_factor=damping, aggregate_query_gradients=aggregate),
-            )
-            found: Tensor = analyzer.load_pairwise_scores("s")["all_modules"]
+            found: dict[float | None, Tensor] = {}
+            for damping in dampings:
+                analyzer.compute_pairwise_scores(
+                    f"scores {damping}",
+                    "f",
+                    queries,
+                    train,
+                    per_device_query_batch_size=100,
+                    per_device_train_batch_size=batch_size,
+                    score_args=ScoreArguments(damping_factor=damping, aggregate_query_gradients=aggregate),
+                )
+                found[damping] = analyzer.load_pairwise_scores(f"scores {damping}")["all_modules"]
         return found
 
     return score

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from experiments.attribution import development, draws, early, explicit, lds, peers, settings, study, text
+from experiments.attribution import development, draws, early, explicit, lds, networks, peers, settings, study, text
 from experiments.paper import texts
 from experiments.pieces import Cells, Lines
 
@@ -43,6 +43,55 @@ def test_vectors_of_the_spectrum_are_compared(tmp_path: Path, monkeypatch: pytes
     draws.main(["--settings", "tiny", "--seeds", "2", "--out", str(tmp_path / "draws.jsonl")])
     (found,) = Lines(tmp_path / "draws.jsonl").rows
     assert 0 < found["shared"]["distance"] != found["own"]["distance"] > 0
+
+
+def test_several_networks_are_scored_once_and_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two networks by two groups of methods; a repeated call trains and scores nothing."""
+    retrained = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+    trained = []
+
+    def train(setting: settings.Setting, rows: list[torch.Tensor], seeds: list[int]) -> list[nn.Module]:
+        trained.extend(seeds)
+        return settings.train_many(setting, rows, seeds)
+
+    monkeypatch.setattr(networks, "retrained", lambda name: retrained)
+    monkeypatch.setattr(networks, "train_many", train)
+    monkeypatch.setattr(networks, "BY_ROWS", ("tiny",))
+    monkeypatch.setitem(networks.SETTINGS, "tiny", lambda data: dataclasses.replace(tiny(), epochs=5))
+    given = ["--settings", "tiny", "--seeds", "1", "2", "--out", str(tmp_path / "networks.jsonl"), "--groups"]
+    networks.main([*given, "EKFAC", "gradients"])
+    networks.main([*given, "EKFAC", "gradients"])
+    assert trained == [1, 2]
+    networks.main([*given, "PCG-3"])
+    assert trained == [1, 2, 1, 2]
+    cells = Cells(tmp_path / "networks.jsonl", networks.VERSION)
+    assert len(cells.found) == 6 and len(cells.lines.rows) == 8  # two runs wrote down what they were
+    found = networks.correlations(cells, "tiny")
+    assert all(each.shape == (8,) for by_seed in found.values() for each in by_seed.values())
+    assert networks.SHRUNK[3] in networks.table(cells)
+
+
+def test_the_interval_of_a_difference_is_over_networks() -> None:
+    """Networks of which one method is ahead by 0.1 and 0.3: Student's t with one degree of freedom."""
+    base = {1: torch.zeros(4), 2: torch.zeros(4), 3: torch.zeros(4)}
+    found = {"a": {1: torch.full((4,), 0.1), 2: torch.full((4,), 0.3)}, "b": base}
+    assert networks.difference(found, "a", "b") == f"+0.200 ± {12.706 * 0.1:.3f} (0.000)"
+    assert networks.difference({"a": {1: base[1]}, "b": base}, "a", "b") == ""
+
+
+@pytest.mark.filterwarnings("ignore:.*GradScaler:FutureWarning")
+def test_scores_with_several_dampings_are_those_of_each() -> None:
+    pytest.importorskip("kronfluence")
+    base = tiny()
+    setting = dataclasses.replace(base, network=lambda: nn.Sequential(nn.Linear(4, 2)), epochs=5)
+    (model,) = settings.train_many(setting, [torch.arange(32)], [0])
+    scores = []
+    for dampings in ([None, 1e-3], [1e-3]):
+        torch.manual_seed(0)
+        scores.append(peers.kronfluence_with(dampings)(model, setting))
+    torch.manual_seed(0)
+    torch.testing.assert_close(scores[0][1e-3], scores[1][1e-3])
+    torch.testing.assert_close(scores[0][None], peers.kronfluence(None)(model, setting))
 
 
 def test_retrained_networks_are_on_record() -> None:
