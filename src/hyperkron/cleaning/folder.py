@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from hyperkron.cleaning.data import Labelled, RowHashes
-from hyperkron.cleaning.data.values import day_of
 from hyperkron.cleaning.fields import FORMAT, REMEDY, read_object
 from hyperkron.cleaning.recorded import digest
 from hyperkron.cleaning.stages import SharedStages, Stages
@@ -48,6 +47,8 @@ HASHES = "rows.hashes"
 """A hash of every row of the source, by which `export` knows whether it still holds the rows of the run."""
 FOLDERS = ("stages", "embeddings", "tensorboard")
 """The folders of a run."""
+SHOWN_FEATURES = 12
+"""Columns of a table that a person sees of each row."""
 _COLUMNS = ("row", "given", "suggested", "error_probability", "weight", "suspect")
 """Of rows.csv, where ids stand after the row."""
 _TEXT, _NUMBER, _OPTIONAL = (str, type(None)), (int, float, type(None)), (type(None), type(...))
@@ -298,13 +299,8 @@ def shown(train: Labelled, inputs: Any) -> dict[str, Any]:
     elif train.kind == "image":
         found["image"] = _picture(inputs)
     else:
-        names = train.encoding.names if train.encoding is not None else ()
-        dates = train.encoding.dates if train.encoding is not None else frozenset[str]()
-        values = [float(v) for v in inputs]
-        found["features"] = {
-            str(name): None if value != value else day_of(value) if name in dates else round(value, 6)
-            for name, value in list(zip(names, values, strict=False))[:12]
-        }
+        cells = {} if train.encoding is None else train.encoding.cells(inputs)
+        found["features"] = dict(list(cells.items())[:SHOWN_FEATURES])
     return found
 
 

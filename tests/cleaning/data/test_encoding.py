@@ -94,7 +94,19 @@ def test_errors() -> None:
 def test_a_person_sees_dates_and_whole_numbers_as_they_are() -> None:
     table = {"when": ["24.02.2022", "", "13.01.2021", "01.12.2020"], "order": [1482262, 1090954, 1779390, 1607018]}
     rows = read({**table, "label": ["a", "b", "a", "b"]})
-    assert rows.encoding is not None and rows.encoding.dates == {"when"}
     seen = [shown(rows, inputs)["features"] for inputs in rows.inputs]
     assert [row["when"] for row in seen] == ["2022-02-24", None, "2021-01-13", "2020-12-01"]
     assert [wording.value(row["order"]) for row in seen][:2] == ["1482262", "1090954"]
+
+
+def test_a_person_sees_the_names_in_a_column_and_not_its_inputs() -> None:
+    """A column of many names has many inputs, of which the first dozen say nothing of most rows."""
+    towns = [f"town {i:02}" for i in range(20)] * 2
+    table = {"town": [*towns, None], "left": [*("yes", "no") * 20, "no"], "age": range(41)}
+    rows = read({**table, "label": [*("a", "b") * 20, "a"]})
+    seen = [shown(rows, inputs)["features"] for inputs in rows.inputs]
+    assert [row["town"] for row in seen] == [*towns, None]
+    assert [row["left"] for row in seen] == table["left"] and [row["age"] for row in seen] == list(range(41))
+    rare, _ = TableEncoding.fit({"town": ["Rome"] * 3 + ["Oslo"] * 2 + ["Bern"]}, max_categories=2)
+    told = rare.matrix({"town": ["Rome", "Bern", None]})
+    assert [rare.cells(row)["town"] for row in told] == ["Rome", "(other)", None]

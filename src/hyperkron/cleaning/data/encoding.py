@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from typing import Any, TypeAlias, get_args
 
 from hyperkron.cleaning.data.files import listing, np, several
@@ -16,6 +17,7 @@ from hyperkron.cleaning.data.values import (
     NumberForm,
     Values,
     category,
+    day_of,
     detect_form,
     extremes,
     form_note,
@@ -50,6 +52,12 @@ class Number:
     def matrix(self, values: Values) -> Array:
         return read_numbers(values, self.form)[0][:, None].astype(np.float32)
 
+    def cell(self, inputs: Array) -> float | str | None:
+        value = float(inputs[0])
+        if value != value:
+            return None
+        return day_of(value) if self.form.startswith("date") else round(value, 6)
+
 
 @dataclass(frozen=True)
 class Category:
@@ -72,6 +80,10 @@ class Category:
         texts = [category(value) for value in values]
         at = np.array([missing if text is None else place.get(text, other) for text in texts], dtype=np.int64)
         return (at[:, None] == np.arange(len(self.inputs))).astype(np.float32)
+
+    def cell(self, inputs: Array) -> str | None:
+        known = (*self.values, *(("(other)",) * self.other), None)  # None for a missing value, and for an unknown one
+        return known[int(inputs.argmax()) if inputs.any() else -1]
 
 
 Column: TypeAlias = "Number | Category"
@@ -107,11 +119,17 @@ class TableEncoding:
         """What each column of ``matrix`` is."""
         return tuple(name for column in self.columns for name in column.inputs)
 
-    @property
-    def dates(self) -> frozenset[str]:
-        """The columns that hold days since 1970."""
-        numbers = (column for column in self.columns if isinstance(column, Number))
-        return frozenset(column.name for column in numbers if column.form.startswith("date"))
+    def cells(self, row: Array) -> dict[str, float | str | None]:
+        """What a person would write for a row of ``matrix``, by column: a number, a day, a name, None if missing.
+
+        Example:
+            >>> encoding, _ = TableEncoding.fit({"age": ["20", "", "40"], "town": ["Rome", "Oslo", "Rome"]})
+            >>> encoding.cells(encoding.matrix({"age": [50], "town": ["Oslo"]})[0])
+            {'age': 50.0, 'town': 'Oslo'}
+        """
+        ends = accumulate(len(column.inputs) for column in self.columns)
+        parts = ((column, row[end - len(column.inputs) : end]) for column, end in zip(self.columns, ends, strict=True))
+        return {column.name: column.cell(inputs) for column, inputs in parts}
 
     @classmethod
     def fit(cls, columns: Columns, max_categories: int = 50) -> tuple[TableEncoding, list[str]]:
