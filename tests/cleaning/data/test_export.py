@@ -42,6 +42,19 @@ def test_csv_new_labels_touch_their_rows_only(tmp_path: Path) -> None:
     assert (tmp_path / "b.csv").read_bytes() == HEAD + LINES[0] + changed + LINES[2]
 
 
+@pytest.mark.parametrize("first", [b"sep=;\r\n", b'"sep=;"\n', b"\xef\xbb\xbfSEP=;\r\n"])
+def test_csv_with_the_separator_in_its_first_line(tmp_path: Path, first: bytes) -> None:
+    """Excel writes and reads such files; the header alone would be split at its commas."""
+    (tmp_path / "a.csv").write_bytes(first + b"a,b,c;label\n1,5;x\n2,5;y\n")
+    found = read(tmp_path / "a.csv", label="label")
+    assert found.encoding is not None and [column.name for column in found.encoding.columns] == ["a,b,c"]
+    export_rows(tmp_path / "a.csv", [1], tmp_path / "b.csv", ["x"])
+    assert (tmp_path / "b.csv").read_bytes() == first + b"a,b,c;label\n2,5;x\n"
+    (tmp_path / "a.csv").write_bytes(first + b"a;label\n1;x;2\n")
+    with pytest.raises(HyperkronError, match="line 3 has 3"):
+        read(tmp_path / "a.csv", label="label")
+
+
 def test_csv_other_delimiter_charset_and_compression(tmp_path: Path) -> None:
     options = ReadOptions(charset="latin-1")
     (tmp_path / "a.csv").write_bytes("text;label\ncafé;1\nthé;2\n".encode("latin-1"))

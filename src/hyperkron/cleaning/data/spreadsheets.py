@@ -21,12 +21,15 @@ from hyperkron.solution import HyperkronError
 from hyperkron.validation import need
 
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
+_SEPARATOR = re.compile(r'\s*"?sep=([,;|\t])"?[ \t]*(?:\r\n|\r|\n)', re.IGNORECASE)
+"""The line by which Excel is told the separator of a file, before its header."""
 _CROWDED = 10  # times max_columns: marks in a line that is refused before it is split
 
 
 class _File(NamedTuple):
-    """A CSV file: the names and the text of its header, and (fields, text) for every row."""
+    """A CSV file: what stands before its header, the names and the text of that, and (fields, text) for every row."""
 
+    before: str
     header: list[str]
     head: str
     records: list[tuple[list[str], str]]
@@ -48,8 +51,8 @@ def _field_limit(limit: int) -> Iterator[None]:
         csv.field_size_limit(before)
 
 
-def _split(text: str, delimiter: str, bounds: Bounds) -> Iterator[tuple[list[str], str, int]]:
-    """Yield (fields, text, line) of every record that is not a blank line."""
+def _split(text: str, delimiter: str, bounds: Bounds, first: int) -> Iterator[tuple[list[str], str, int]]:
+    """Yield (fields, text, line) of every record that is not a blank line; the text begins at line ``first``."""
     consumed: list[str] = []
 
     def watched() -> Iterator[str]:
@@ -62,17 +65,17 @@ def _split(text: str, delimiter: str, bounds: Bounds) -> Iterator[tuple[list[str
 
     reader = csv.reader(watched(), delimiter=delimiter, strict=True)
     try:
-        start = 1
+        start = first
         for fields in reader:
             if fields:
                 yield fields, "".join(consumed), start
-            start = reader.line_num + 1
+            start = reader.line_num + first
             consumed.clear()
     except csv.Error as error:
         if "field limit" in str(error):
-            bounds.check("max_field", bounds.options.max_field + 1, f" line {reader.line_num}")
+            bounds.check("max_field", bounds.options.max_field + 1, f" line {reader.line_num + first - 1}")
         raise HyperkronError(
-            f"{bounds.name} is not valid CSV at line {reader.line_num}: {error}. A quote inside a quoted field is "
+            f"{bounds.name} is not valid CSV at line {reader.line_num + first - 1}: {error}. A quote inside a quoted field is "
             'doubled (""), and every quoted field ends with a quote.'
         ) from error
 
@@ -84,10 +87,13 @@ def _is_tabbed(path: Path) -> bool:
 def _open(path: Path, options: ReadOptions, *, texts: bool = False) -> _File:
     """The records of a file; without ``texts`` the text of each is left empty, which saves memory."""
     text, bounds = read_text(path, options), Bounds(path, options)
+    separator = _SEPARATOR.match(text)
+    before, text = ("", text) if separator is None else (separator[0], text[separator.end() :])
     first = next((line for line in lines(text) if line.strip()), "")
-    delimiter = "\t" if _is_tabbed(path) else max(",;\t|", key=lambda mark: (first.count(mark), mark == ","))
+    likely = "\t" if _is_tabbed(path) else max(",;\t|", key=lambda mark: (first.count(mark), mark == ","))
+    delimiter = likely if separator is None else separator[1]
     with _field_limit(options.max_field):
-        records = _split(text, delimiter, bounds)
+        records = _split(text, delimiter, bounds, 1 + len(list(lines(before))))
         header, head, _ = next(records, ([], "", 0))
         header = [name.strip() for name in header]
         _check_header(header, bounds)
@@ -103,7 +109,7 @@ def _open(path: Path, options: ReadOptions, *, texts: bool = False) -> _File:
             f"{bounds.name} has {len(header)} columns but {len(ragged)} rows have another number of fields: "
             f"{listing(ragged)}. Put quotes around fields that contain {delimiter!r}, or complete the rows."
         )
-    return _File(header, head, rows, delimiter)
+    return _File(before, header, head, rows, delimiter)
 
 
 def _check_header(header: list[str], bounds: Bounds) -> None:
@@ -161,7 +167,7 @@ def write_csv(place: Place, kept: Kept) -> bytes:
         text = text if escaped is None else csv_line(escaped, file.delimiter, end)
         return text if text.endswith(("\n", "\r")) else text + end
 
-    parts = [written(file.header, file.head)]
+    parts = [file.before, written(file.header, file.head)]
     parts += [written(*file.records[row], row) for row in kept.within(len(file.records), path.name)]
     cells.tell(path.name)
     return "".join(parts).encode(charset_of(read_bounded(path, options), options.charset))
