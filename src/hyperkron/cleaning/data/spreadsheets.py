@@ -72,10 +72,11 @@ def _split(text: str, delimiter: str, bounds: Bounds, first: int) -> Iterator[tu
             start = reader.line_num + first
             consumed.clear()
     except csv.Error as error:
+        where = f" line {reader.line_num + first - 1}"
         if "field limit" in str(error):
-            bounds.check("max_field", bounds.options.max_field + 1, f" line {reader.line_num + first - 1}")
+            bounds.check("max_field", bounds.options.max_field + 1, where)
         raise HyperkronError(
-            f"{bounds.name} is not valid CSV at line {reader.line_num + first - 1}: {error}. A quote inside a quoted field is "
+            f"{bounds.name} is not valid CSV at{where}: {error}. A quote inside a quoted field is "
             'doubled (""), and every quoted field ends with a quote.'
         ) from error
 
