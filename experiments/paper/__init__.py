@@ -154,7 +154,7 @@ def run_all(
             say(f"{recipe.name}: no time left; run the same command again to continue.")
             break
         say(f"{recipe.name}: {recipe.title}")
-        own = {"limit_minutes": left, "workers": 1 if recipe.stages is None else workers, "say": say}
+        own = {"limit_minutes": left, "workers": 1 if recipe.fill is None else workers, "say": say}
         try:
             found[recipe.name] = recipe.run(scale, seeds, device, folder, **own, **options)  # type: ignore[arg-type]
         except OutOfTime as error:

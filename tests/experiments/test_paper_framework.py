@@ -334,3 +334,14 @@ def test_run_all_takes_what_the_device_is_meant_for_and_continues(
     assert main(arguments) == 0 and on_cpu.done == [1, 2]  # the result is complete
     assert main(["run", "all", "--seeds", "1", "--folder", str(tmp_path)]) == 0  # at smoke scale neither needs a GPU
     assert on_gpu.done == [1]
+
+
+def test_run_all_gives_several_processes_to_recipes_that_can_share_their_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others measure times, for which they need the device to themselves."""
+    seen: list[tuple[str, int]] = []
+    alone, shared = Counted(), Counted(name="shared", fill=lambda job, recipe, workers: seen.append(("fill", workers)))
+    monkeypatch.setattr(paper, "recipes", lambda: {"counted": alone.recipe, "shared": shared.recipe})
+    assert main(["run", "all", "--workers", "3", "--folder", str(tmp_path)]) == 0
+    assert seen == [("fill", 3)] and alone.done == shared.done == [1]
