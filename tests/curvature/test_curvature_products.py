@@ -248,6 +248,16 @@ def test_adam_diagonal_is_the_derivative_of_the_step(amsgrad: bool, decay: float
     assert all(math.isclose(float(x.min()), 0.1) and math.isclose(float(x.max()), 0.1) for x in v.values())
 
 
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.RAdam])
+def test_the_diagonal_of_another_step_than_that_of_adam_is_warned_of(kind: type[torch.optim.Optimizer]) -> None:
+    case = make(nn.Linear(3, 2), (3,))
+    optimizer = kind(case.model.parameters())  # type: ignore[call-arg]
+    case.inner(*case.arguments[1:4]).value.backward()
+    optimizer.step()
+    with pytest.warns(hk.HyperkronWarning, match=f"optimizer is {kind.__name__}, but D is that of Adam"):
+        hk.sama(optimizer).compute(*case.arguments)
+
+
 def test_a_penalty_and_its_transpose_are_two_penalties() -> None:
     """The coefficients of a tied pair, α of W and αᵀ of the other, lie in one memory."""
     case = make(nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)), (3,))

@@ -14,6 +14,9 @@ from hyperkron.evaluation.point import Point
 from hyperkron.solution import HyperkronError, warn_once
 from hyperkron.trees import HALF_TYPES
 
+OTHER_STEPS = (torch.optim.NAdam, torch.optim.RAdam)
+"""Optimizers with Adam's moments that take another step."""
+
 
 @dataclass(frozen=True)
 class AdamDiagonal(Curvature):
@@ -65,6 +68,13 @@ class AdamDiagonal(Curvature):
                 "sama-gradients",
                 "optimizer has Adam's moments but the model's gradients are cleared, so D = 1 is taken; compute the "
                 "hypergradient after optimizer.step() and before zero_grad().",
+            )
+        if adaptive and isinstance(self.optimizer, OTHER_STEPS):
+            name = type(self.optimizer).__name__
+            warn_once(
+                f"sama-{name}",
+                f"optimizer is {name}, but D is that of Adam, whose step is another one; train with Adam or AdamW, or "
+                "use a hypergradient that asks for no optimizer, such as hk.kfac().",
             )
         for names in adaptive.values():
             members = [point.params[name] for name in names]
