@@ -8,12 +8,13 @@ The rules that ``hk.attribute`` and the study use were chosen here, before the s
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import hyperkron as hk
 from experiments.attribution import lds
@@ -21,9 +22,12 @@ from experiments.attribution.peers import kronfluence, ours
 from experiments.attribution.settings import Setting, cifar_cnn, cnn, digits_mlp, fashion_mlp, mlp, train_many
 from experiments.paper import datasets
 from experiments.pieces import Lines
-from hyperkron.curvature import EKFAC, ShrunkGGN
+from hyperkron.curvature import EKFAC, Point, ShrunkGGN
+from hyperkron.curvature.kfac.coverage import Plan
+from hyperkron.curvature.kfac.eigen import EigenInverses, damped
+from hyperkron.curvature.kfac.measured import Measured
 from hyperkron.kernels.split_products import full_precision
-from hyperkron.solvers import CG
+from hyperkron.solvers import CG, Direct
 
 
 def other_digits(data: Path | None) -> Setting:
@@ -69,6 +73,28 @@ SETTINGS: dict[str, Callable[[Path | None], Setting]] = {
 }
 
 
+@dataclass(frozen=True)
+class DampedByLayer(EKFAC):
+    """EKFAC with δ and a share of each layer's mean eigenvalue, without the L2 penalty, as kronfluence has it."""
+
+    share: float = 0.1
+
+    def _eigen_inverses(
+        self, point: Point, plan: Plan, measured: Measured, found: Iterable[tuple[str, Tensor, Tensor, Tensor]]
+    ) -> EigenInverses:
+        blocks = {}
+        for name, a, b, s in found:
+            mean = float(s.sum()) / (len(s) * a.shape[-2] * b.shape[-2])  # outside a thin basis S is zero
+            blocks[name] = damped(a, b, s, self.damping + self.share * mean)
+        return EigenInverses(blocks)
+
+
+def by_layer(damping: float, share: float) -> Any:
+    """Scores with :class:`DampedByLayer`, and otherwise the defaults of ``hk.attribute``."""
+    curvature = DampedByLayer(damping, fisher="rademacher", fallback="zero", share=share)
+    return ours(hk.Implicit(curvature, Direct()))
+
+
 def candidates(setting: Setting) -> dict[str, Any]:
     """What is tried, the quick ones first."""
     rule, found = setting.damping, dict[str, Any]()
@@ -77,7 +103,13 @@ def candidates(setting: Setting) -> dict[str, Any]:
     for fisher in hk.losses.DRAWN:
         for seed in range(4):
             found[f"EKFAC {fisher}, δ=0.0001, seed {seed}"] = ours(hk.ekfac(1e-4, fisher=fisher, seed=seed))
-    found |= {f"kronfluence, damping {d}": kronfluence(d) for d in (None, 1e-3)}
+    for d in (1e-3, 1e-5):
+        found[f"EKFAC rademacher, δ={d:g}"] = ours(hk.ekfac(d, fisher="rademacher"))
+    for d in (1e-4, 1e-5):
+        found[f"EKFAC by layer, δ={d:g} without the penalty"] = by_layer(d, 0.0)
+    for part in (1.0, 0.3, 0.1, 0.03, 0.01):
+        found[f"EKFAC by layer, {part:g} of the mean"] = by_layer(1e-8, part)
+    found |= {f"kronfluence, damping {d}": kronfluence(d) for d in (None, 1e-3, 1e-5)}
     for times in (1.0, 2.0, 4.0, 8.0):
         d = times * rule
         found[f"PCG-10, δ={times:g}/τ"] = ours(hk.pcg(10, d, preconditioner=EKFAC(d, fisher="type-2")))
@@ -98,6 +130,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Retrain, score, print and record."""
     parser = lds.retraining_options(__doc__, SETTINGS)
     parser.add_argument("--queries", type=int, default=100)
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0], help="of the scored networks")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="no candidate is begun after this time")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
@@ -107,9 +140,14 @@ def main(arguments: list[str] | None = None) -> None:
     masks = lds.halves(len(setting.train[0]), options.subsets)
     losses = lds.losses_after_retraining(setting, masks, options.repeats, options.together)
     rows = torch.arange(len(setting.train[0]), device=setting.train[0].device)
-    (model,) = train_many(setting, [rows], [0])
+    networks = [train_many(setting, [rows], [seed])[0] for seed in options.seeds]
     print(f"{setting.name}: networks after {time.monotonic() - start:.0f} s", flush=True)
-    for name, score in candidates(setting).items():
+    tried = [
+        (seed, model, *one)
+        for one in candidates(setting).items()
+        for seed, model in zip(options.seeds, networks, strict=True)
+    ]
+    for seed, model, name, score in tried:
         late = time.monotonic() > start + options.seconds
         if late or (options.only and not any(text in name for text in options.only)):
             continue
@@ -120,9 +158,15 @@ def main(arguments: list[str] | None = None) -> None:
         except Exception as error:
             print(f"{name}: {type(error).__name__}: {error!s:.300}", flush=True)
             continue
-        row = {"setting": options.setting, "method": name, "lds": round(mean, 4), "interval": round(half, 4)}
+        row = {
+            "setting": options.setting,
+            "method": name,
+            "seed": seed,
+            "lds": round(mean, 4),
+            "interval": round(half, 4),
+        }
         record.append(row | {"subsets": options.subsets, "repeats": options.repeats, "queries": options.queries})
-        print(f"{name:44} {mean:.3f} ± {half:.3f}   {time.perf_counter() - began:.1f} s", flush=True)
+        print(f"{name:44} network {seed}: {mean:.3f} ± {half:.3f}   {time.perf_counter() - began:.1f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -186,6 +186,17 @@ def test_solves_by_rows_are_those_of_the_library() -> None:
         )
 
 
+def test_damping_by_layer_is_that_of_ekfac_where_the_damping_is_the_same() -> None:
+    """Without a share of the mean eigenvalue, δ stands for what δ and the penalty are together."""
+    setting = tiny()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    wanted = peers.ours(None)(model, setting)
+    torch.testing.assert_close(development.by_layer(1e-4 + 2 * settings.DECAY, 0.0)(model, setting), wanted)
+    more = development.by_layer(1e-4 + 2 * settings.DECAY, 0.1)(model, setting)
+    assert float(more.norm()) < 0.99 * float(wanted.norm())
+
+
 @pytest.mark.long
 def test_a_candidate_is_tried_on_other_rows(tmp_path: Path) -> None:
     only = "EKFAC type-2, δ=0.01"
