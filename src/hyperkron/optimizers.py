@@ -171,7 +171,7 @@ class LevelOptimizer:
             )
         own = {id(p) for p in self.params.values()}
         strangers = [tuple(p.shape) for key, p in held.items() if p.requires_grad and key not in own]
-        if strangers:
+        if strangers and own:  # an algorithm that trains θ alone takes nothing of hyper
             whose = "model" if level == "inner" else "hyper"
             warn_once(
                 f"{level}-strangers {strangers}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -127,6 +128,10 @@ def test_parameters_of_neither_level_may_be_in_an_optimizer(monkeypatch: pytest.
     ):
         hk.algorithms.aid_cg().init(problem.problem(), model, hyper, inner=optimizer)
     hk.InnerLoop(problem.problem(), model, None, optimizer)
+    unused = torch.optim.SGD(hyper.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # θ alone is trained, so the optimizer of hyper has nothing to move
+        hk.algorithms.InnerOnly(1).init(problem.problem(), model, hyper, outer=unused)
 
 
 def test_frozen_parameters_may_stay_in_an_optimizer() -> None:
