@@ -53,6 +53,7 @@ class Number:
         return read_numbers(values, self.form)[0][:, None].astype(np.float32)
 
     def cell(self, inputs: Array) -> float | str | None:
+        """The number, or the day, that a row has here; None if it is missing."""
         value = float(inputs[0])
         if value != value:
             return None
@@ -82,7 +83,8 @@ class Category:
         return (at[:, None] == np.arange(len(self.inputs))).astype(np.float32)
 
     def cell(self, inputs: Array) -> str | None:
-        known = (*self.values, *(("(other)",) * self.other), None)  # None for a missing value, and for an unknown one
+        """The name that a row has here; None if it is missing, or unknown without an input for others."""
+        known = (*self.values, *(("(other)",) * self.other), None)
         return known[int(inputs.argmax()) if inputs.any() else -1]
 
 
