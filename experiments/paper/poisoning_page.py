@@ -61,23 +61,24 @@ def printed_gap(model: str) -> float:
 
 
 def by_networks(path: Path = NETWORKS) -> dict[str, dict[str, list[float]]]:
-    """By model and method, the drop of each seed as the mean over networks trained on the same rows; only of models
-    whose methods all have the same seeds and networks.
+    """By model and method, the drop of each seed as the mean over networks trained on the same rows; only of seeds that
+    are finished: with the same networks for every method, and as many as any seed has.
     """
-    tests: dict[str, dict[str, dict[tuple[int, int], float]]] = {}
+    tests: dict[str, dict[int, dict[str, dict[int, float]]]] = {}
     for row in Lines(path).rows:
-        tests.setdefault(row["model"], {}).setdefault(row["method"], {})[row["seed"], row["network"]] = row["test"]
+        of = tests.setdefault(row["model"], {}).setdefault(row["seed"], {})
+        of.setdefault(row["method"], {})[row["network"]] = row["test"]
     found: dict[str, dict[str, list[float]]] = {}
-    for model, of in tests.items():
-        clean = of.pop("clean", {})
-        if {"TGDA-CG", "TGDA-KFAC-EMP"} <= of.keys() and all(own.keys() == clean.keys() for own in of.values()):
-            found[model] = {
-                name: [
-                    statistics.fmean(clean[key] - own[key] for key in own if key[0] == seed)
-                    for seed in sorted({seed for seed, _ in own})
-                ]
-                for name, own in of.items()
-            }
+    for model, seeds in tests.items():
+        most = max(len(own) for of in seeds.values() for own in of.values())
+        for _, of in sorted(seeds.items()):
+            clean = of.pop("clean", {})
+            if {"TGDA-CG", "TGDA-KFAC-EMP"} <= of.keys() and all(
+                own.keys() == clean.keys() and len(own) == most for own in of.values()
+            ):
+                for name, own in of.items():
+                    drop = statistics.fmean(clean[network] - own[network] for network in own)
+                    found.setdefault(model, {}).setdefault(name, []).append(drop)
     return found
 
 

@@ -80,8 +80,14 @@ def test_the_verdict_takes_the_mean_over_networks_where_all_are_recorded(tmp_pat
     found = poisoning_page.by_networks(tmp_path / "x.jsonl")
     assert found["CNN"]["TGDA-CG"] == pytest.approx([1.0] * 3)
     assert found["CNN"]["TGDA-KFAC-EMP"] == pytest.approx([4.0] * 3)
+    begun = {"model": "CNN", "seed": 4, "network": 0}
+    lines.append({**begun, "method": "clean", "test": 58.0})
+    lines.append({**begun, "method": "TGDA-CG", "test": 9.0})
+    assert poisoning_page.by_networks(tmp_path / "x.jsonl") == found  # a seed counts once it is finished
+    lines.append({**begun, "method": "TGDA-KFAC-EMP", "test": 9.0})
+    assert poisoning_page.by_networks(tmp_path / "x.jsonl") == found
     lines.append({"model": "CNN", "method": "TGDA-CG", "seed": 1, "network": 2, "test": 9.0})
-    assert poisoning_page.by_networks(tmp_path / "x.jsonl") == {}  # the others have no such network yet
+    assert poisoning_page.by_networks(tmp_path / "x.jsonl") == {}  # no other seed has so many
     result = Result.read(records.RESULTS / "paper" / "poisoning-small.json")
     assert poisoning_page.verdict(result).verdict is Verdict.REFUSED
     result.figures["networks"] = found
