@@ -389,10 +389,9 @@ def test_the_page_has_the_recorded_figures() -> None:
     shown = {row[0].split(" (")[0]: row[1:] for row in rows if len(row) == 6}
     first, longer = unlearnable_page.tables(found)[:2]
     after = {row[0]: row for row in longer.rows}
-    for method, resnet_printed, resnet, _, _, cnn_printed, cnn, *_ in first.rows[:6]:
-        _, resnet_later, cnn_later = after.get(method, ("", "", ""))
-        if method not in ("None", "EM"):
-            resnet, cnn_later = resnet_later or "–", cnn_later or "–"
-        cells = [cnn_printed, cnn, cnn_later, resnet_printed, resnet]
+    for method, resnet_printed, resnet, _, _, cnn_printed, short, *_ in first.rows[:6]:
+        _, resnet_long, long = after.get(method, ("", "–", "–"))
+        later = ("", resnet) if method in ("None", "EM") else (long, resnet_long)
+        cells = [cnn_printed, short, later[0], resnet_printed, later[1]]
         assert shown[method] == [cell.replace("–", "not run") for cell in cells]
     assert unlearnable.RECIPES[0].judge(found).verdict is Verdict.REFUSED and "no verdict" in text
