@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 
 
 def is_sharded(x: Any) -> bool:
@@ -20,6 +21,8 @@ def is_sharded(x: Any) -> bool:
         >>> is_sharded(torch.ones(2))
         False
     """
+    if type(x) is Tensor or type(x) is Parameter:  # nearly all, in a fifth of the time
+        return False
     module = sys.modules.get("torch.distributed.tensor")  # importing it takes seconds
     return module is not None and isinstance(x, module.DTensor)
 

@@ -66,7 +66,7 @@ def check(model: nn.Module, hyper: nn.Module | None, group: Group | None) -> boo
             f"there are {dist.get_world_size()} processes, but problem is not divided among them: each computes its "
             "own λ and gradient. Use hyperkron.training.DataParallel(problem), unless this is intended.",
         )
-    if "torch.distributed.tensor" not in sys.modules or not isinstance(model, nn.Module):
+    if "torch.distributed.tensor" not in sys.modules or not dist.is_initialized() or not isinstance(model, nn.Module):
         return False
     for name, p in hyper.named_parameters() if isinstance(hyper, nn.Module) and group is None else ():
         if is_sharded(p):
