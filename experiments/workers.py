@@ -7,6 +7,7 @@ import math
 import multiprocessing
 import queue
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -37,7 +38,8 @@ def share(
 ) -> None:
     """Carry out tasks in ``count`` processes until none is left or the time is up.
 
-    A task that fails ends everything; what was finished before has been kept.
+    A task that fails is tried once more, in a new process: after an error of the device the old one is of no use. If it
+    fails again no further task begins, those that run are finished and kept, and the error is raised.
 
     Args:
         count: number of processes.
@@ -50,32 +52,81 @@ def share(
         near: among the next ``count`` tasks a process takes one for which this is the same as for its last one, because
             it has their data loaded; later tasks do not get ahead of more important ones.
     """
-    context = multiprocessing.get_context("spawn")
-    inboxes, done = [context.Queue() for _ in range(count)], context.Queue()
-    workers: list[BaseProcess] = [
-        context.Process(target=_work, args=(make, i, inboxes[i], done), daemon=True) for i in range(count)
-    ]
-    busy: dict[int, Key] = {}
+    crew = Crew(make)
     last: dict[int, Any] = {}
     try:
         while True:
-            taken = {json.dumps(key) for key in busy.values()}
-            tasks = [(key, task) for key, task in ready() if json.dumps(key) not in taken]
-            for i in (i for i in range(count) if i not in busy):
+            taken = {json.dumps(key) for key in crew.busy.values()}
+            tasks = [] if crew.failure else [(k, task) for k, task in ready() if json.dumps(k) not in taken]
+            for i in (i for i in range(count) if i not in crew.busy):
                 if not tasks or late():
                     break
                 key, task = tasks.pop(nearest([near(task) for _, task in tasks], last.get(i), count))
-                if workers[i].pid is None:
-                    workers[i].start()
-                busy[i], last[i] = key, near(task)
-                inboxes[i].put(task)
-            if not busy:
-                return
-            _take_in(workers, done, busy, keep)
+                crew.begin(i, key, task)
+                last[i] = near(task)
+            if not crew.busy:
+                break
+            crew.take_in(keep)
     finally:
-        for worker in workers:
-            if worker.pid is not None:
-                worker.kill()
+        crew.dismiss()
+    if crew.failure:
+        raise HyperkronError(crew.failure)
+
+
+class Crew:
+    """Processes that carry out tasks, what each is busy with, and the failure of a task that was tried twice."""
+
+    def __init__(self, make: Callable[[], Callable[[Any], Any]]) -> None:
+        self.context, self.make = multiprocessing.get_context("spawn"), make
+        self.done = self.context.Queue()
+        self.inboxes: dict[int, Any] = {}
+        self.workers: dict[int, BaseProcess] = {}
+        self.busy: dict[int, Key] = {}
+        self.failed: set[str] = set()
+        self.failure = ""
+
+    def begin(self, i: int, key: Key, task: Any) -> None:
+        """Give a task to process ``i``, which is started if it is not there."""
+        if i not in self.workers:
+            self.inboxes[i] = self.context.Queue()
+            given = (self.make, i, self.inboxes[i], self.done)
+            self.workers[i] = self.context.Process(target=_work, args=given, daemon=True)
+            self.workers[i].start()
+        self.busy[i] = key
+        self.inboxes[i].put((task,))
+
+    def take_in(self, keep: Callable[[Key, Any, float, float], object]) -> None:
+        """Wait for one result and keep it."""
+        try:
+            number, value, failure, seconds, own = self.done.get(timeout=PATIENCE)
+        except queue.Empty:
+            for i, key in self.busy.items():
+                if not self.workers[i].is_alive():
+                    raise HyperkronError(
+                        f"the process at {' '.join(map(str, key))} ended with code {self.workers[i].exitcode}, perhaps "
+                        "for want of memory; use fewer workers."
+                    ) from None
+            return
+        key = self.busy.pop(number)
+        if failure is None:
+            keep(key, value, seconds, own)
+        else:
+            self._failed(number, key, f"{' '.join(map(str, key))} failed: {failure}")
+
+    def _failed(self, number: int, key: Key, what: str) -> None:
+        name = json.dumps(key)
+        if name in self.failed:
+            self.failure = self.failure or what
+            return
+        print(f"{what}; it is tried once more.", file=sys.stderr, flush=True)
+        self.failed.add(name)
+        self.inboxes[number].put(None)  # it ends by itself: killed, it might leave a queue locked
+        del self.workers[number]
+
+    def dismiss(self) -> None:
+        """End all processes."""
+        for worker in self.workers.values():
+            worker.kill()
 
 
 @contextmanager
@@ -104,39 +155,17 @@ def nearest(places: list[Any], last: Any, count: int) -> int:
     return next((i for i, place in enumerate(places[:count]) if place == last), 0)
 
 
-def _take_in(
-    workers: list[BaseProcess], done: Any, busy: dict[int, Key], keep: Callable[[Key, Any, float, float], object]
-) -> None:
-    """Wait for one result and keep it."""
-    try:
-        number, value, failure, seconds, own = done.get(timeout=PATIENCE)
-    except queue.Empty:
-        for i, key in busy.items():
-            if not workers[i].is_alive():
-                code = workers[i].exitcode
-                raise HyperkronError(
-                    f"the process at {' '.join(map(str, key))} ended with code {code}, perhaps for want of memory; "
-                    "use fewer workers."
-                ) from None
-        return
-    key = busy.pop(number)
-    if failure is not None:
-        raise HyperkronError(f"{' '.join(map(str, key))} failed: {failure}")
-    keep(key, value, seconds, own)
-
-
 def _work(make: Callable[[], Callable[[Any], Any]], number: int, tasks: Any, done: Any) -> None:
-    """One process: carry out tasks until it is killed."""
+    """One process: carry out tasks until there is a ``None``, or it is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
     torch.set_num_threads(1)
     carry_out: Callable[[Any], Any] | None = None
-    while True:
-        task = tasks.get()
+    while given := tasks.get():
         begin, busy = time.monotonic(), time.process_time()
         value, failure = None, None
         try:
             carry_out = carry_out or make()
-            value = carry_out(task)
+            value = carry_out(*given)
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
         done.put((number, value, failure, time.monotonic() - begin, time.process_time() - busy))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -114,7 +116,7 @@ def test_a_process_that_dies_is_named(tmp_path: Path) -> None:
     def nothing(key: list[Any], value: Any, seconds: float, busy: float) -> None: ...
 
     with pytest.raises(HyperkronError, match=r"the process at a 1 ended with code 3.*use fewer workers"):
-        workers.share(1, partial(os._exit, 3), lambda: [(["a", 1], None)], nothing)
+        workers.share(1, partial(os._exit, 3), lambda: [(["a", 1], 0)], nothing)
 
 
 def test_the_recipe_of_another_process_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,6 +161,41 @@ def test_a_failure_is_named_and_ends_all(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(paper, "recipes", lambda: {"encoder-base": recipe})
     with pytest.raises(HyperkronError, match=r"tune made-up/1/all/weak .* failed: RuntimeError: out of luck"):
         recipe.run("smoke", 1, "cpu", tmp_path, workers=2)
+
+
+def _once(folder: Path) -> Any:
+    """Fails at task 1 where its file is missing, which it then writes; always at task 3; else the process's number."""
+
+    def carry_out(task: int) -> int:
+        file = folder / f"{task}"
+        if task == 3 or (task == 1 and not file.exists()):
+            file.write_text("tried", "utf-8")
+            raise RuntimeError(f"out of luck at {task}")
+        return threading.get_ident() if multiprocessing.parent_process() is None else os.getpid()
+
+    return carry_out
+
+
+def _tasks(found: dict[int, int], of: Sequence[int]) -> list[tuple[list[Any], int]]:
+    return [(["task", i], i) for i in of if i not in found]
+
+
+def test_a_task_that_fails_is_tried_in_a_new_process_and_others_are_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use_threads(monkeypatch)
+    found: dict[int, int] = {}
+
+    def keep(key: list[Any], value: int, seconds: float, busy: float) -> None:
+        found[key[1]] = value
+
+    workers.share(1, partial(_once, tmp_path), lambda: _tasks(found, (0, 1, 2)), keep)
+    assert list(found) == [0, 1, 2] and found[0] != found[1] == found[2]
+    assert "task 1 failed: RuntimeError: out of luck at 1; it is tried once more." in capsys.readouterr().err
+    found.clear()
+    with pytest.raises(HyperkronError, match="task 3 failed: RuntimeError: out of luck at 3"):
+        workers.share(2, partial(_once, tmp_path), lambda: _tasks(found, (3, 0, 1, 2)), keep)
+    assert 0 in found and 3 not in found
 
 
 def test_who_cannot_share_says_so(tmp_path: Path) -> None:
