@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from experiments import records
 from experiments.attribution import explicit, lds
 from experiments.attribution.draws import retrained
-from experiments.attribution.peers import DEFAULT, kronfluence_with, methods
+from experiments.attribution.peers import AGREEING, DEFAULT, agreeing, kronfluence_with, methods
 from experiments.attribution.settings import SETTINGS, Setting, train_many
 from experiments.paper.tuning import interval
 from experiments.pieces import Cells
@@ -58,6 +58,12 @@ def by_pcg(steps: int, model: nn.Module, setting: Setting, name: str) -> dict[st
     return {SHRUNK[steps]: known[SHRUNK[steps]](model, setting)}
 
 
+def by_agreement(model: nn.Module, setting: Setting, name: str) -> dict[str, Tensor]:
+    """The scores of EKFAC with the damping that agrees most with PCG-10."""
+    known = explicit.solvers(model, setting) if name in BY_ROWS else methods("all")
+    return {AGREEING: agreeing(known["PCG-10, δ by the rule"])(model, setting)}
+
+
 GROUPS: dict[str, Scorer] = {
     "EKFAC": by_methods(DEFAULT),
     "kronfluence": by_kronfluence,
@@ -65,6 +71,7 @@ GROUPS: dict[str, Scorer] = {
     "TRAK": by_methods("TRAK, one network"),
     "PCG-3": functools.partial(by_pcg, 3),
     "PCG-10": functools.partial(by_pcg, 10),
+    "agreement": by_agreement,
 }
 """Methods that are scored together."""
 
@@ -122,7 +129,7 @@ def table(cells: Cells) -> str:
         texts = [told(list(found[method].values())) if method in found else "" for found in by_name.values()]
         lines.append(f"| {method} | {' | '.join(texts)} |")
     for base in KRONFLUENCE:
-        for method in (DEFAULT, SHRUNK[3]):
+        for method in (DEFAULT, AGREEING, SHRUNK[3]):
             texts = [difference(found, method, base) for found in by_name.values()]
             lines.append(f"| {method} − {base} | {' | '.join(texts)} |")
     return "\n".join(lines)

@@ -19,6 +19,7 @@ from hyperkron.solvers import CG, Direct
 
 DEFAULT = "EKFAC rademacher, δ=0.0001 (default)"
 """What ``hk.attribute`` does by itself."""
+AGREEING = "EKFAC, δ by agreement with PCG"
 LAYERS = ", without norms"
 """Marks methods that leave out what KFAC does not cover; they differ from others only where there is such a thing."""
 
@@ -144,14 +145,17 @@ def kronfluence_with(
     return score
 
 
-def agreeing(grid: tuple[float, ...] = (1e-2, 1e-3, 1e-4, 1e-5), count: int = 10) -> Any:
-    """EKFAC with the damping whose scores of a few queries correlate most with those of PCG; no retraining is used."""
+def agreeing(solver: Any = None, grid: tuple[float, ...] = (1e-2, 1e-3, 1e-4, 1e-5), count: int = 10) -> Any:
+    """EKFAC with the damping whose scores of a few queries correlate most with those of ``solver``, by default PCG-10
+    with the damping by the rule; no retraining is used."""
 
     def score(model: nn.Module, setting: Setting) -> Tensor:
         few = replace(setting, queries=(setting.queries[0][:count], setting.queries[1][:count]))
-        wanted = by_rule(10)(model, few)
+        wanted = (solver or by_rule(10))(model, few)
         found = {d: ours(hk.ekfac(d, fisher="type-2"))(model, few) for d in grid}
-        best = max(grid, key=lambda d: float(F.cosine_similarity(_centred(found[d]), _centred(wanted)).mean()))
+        agreement = {d: float(F.cosine_similarity(_centred(x), _centred(wanted)).mean()) for d, x in found.items()}
+        best = max(agreement, key=lambda d: agreement[d])
+        print(f"agreement by δ: {', '.join(f'{d:g} {x:.4f}' for d, x in agreement.items())}", flush=True)
         return ours(hk.ekfac(best, fisher="type-2"))(model, setting)
 
     return score
@@ -205,7 +209,7 @@ def methods(which: str) -> dict[str, Any]:
         "EKFAC mc, δ=0.0001": ours(hk.ekfac(1e-4)),
         f"EKFAC mc, δ=0.0001{LAYERS}": ours(layers_only(1e-4, "mc")),
         DEFAULT: ours(None),
-        "EKFAC, δ by agreement with PCG": agreeing(),
+        AGREEING: agreeing(),
         **{f"kronfluence, damping {d}": kronfluence(d) for d in (None, 1e-3, 1e-5)},
     }
     if which == "small":
