@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing
+import os
 import queue
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -158,6 +160,7 @@ def nearest(places: list[Any], last: Any, count: int) -> int:
 def _work(make: Callable[[], Callable[[Any], Any]], number: int, tasks: Any, done: Any) -> None:
     """One process: carry out tasks until there is a ``None``, or it is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
+    threading.Thread(target=_end_with, args=(multiprocessing.parent_process(),), daemon=True).start()
     torch.set_num_threads(1)
     carry_out: Callable[[Any], Any] | None = None
     while given := tasks.get():
@@ -169,3 +172,10 @@ def _work(make: Callable[[], Callable[[Any], Any]], number: int, tasks: Any, don
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
         done.put((number, value, failure, time.monotonic() - begin, time.process_time() - busy))
+
+
+def _end_with(parent: BaseProcess | None) -> None:
+    """End this process when the one that started it is gone, even where that was killed."""
+    if parent is not None:
+        parent.join()
+        os._exit(1)

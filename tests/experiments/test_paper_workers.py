@@ -6,6 +6,7 @@ import math
 import multiprocessing
 import os
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -117,6 +118,37 @@ def test_a_process_that_dies_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(HyperkronError, match=r"the process at a 1 ended with code 3.*use fewer workers"):
         workers.share(1, partial(os._exit, 3), lambda: [(["a", 1], 0)], nothing)
+
+
+def _forever(folder: Path) -> Any:
+    def carry_out(task: int) -> None:
+        (folder / "at work").write_text(str(os.getpid()), "utf-8")
+        time.sleep(600)
+
+    return carry_out
+
+
+def _sharing(folder: Path) -> None:
+    workers.share(1, partial(_forever, folder), lambda: [(["a", 1], 0)], print)
+
+
+@pytest.mark.long
+def test_processes_end_with_the_one_that_started_them_even_if_it_is_killed(tmp_path: Path) -> None:
+    parent = multiprocessing.get_context("spawn").Process(target=_sharing, args=(tmp_path,))
+    parent.start()
+    until(lambda: (tmp_path / "at work").exists() and (tmp_path / "at work").read_text("utf-8"))
+    worker = int((tmp_path / "at work").read_text("utf-8"))
+    os.kill(worker, 0)
+    parent.kill()
+    parent.join()
+    until(lambda: not Path(f"/proc/{worker}/cmdline").exists() or not Path(f"/proc/{worker}/cmdline").read_bytes())
+
+
+def until(true: Any, seconds: float = 6) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def test_the_recipe_of_another_process_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
