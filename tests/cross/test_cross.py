@@ -225,7 +225,7 @@ def test_where_tf32_is_too_coarse_small_models_take_float32(
         v = trees.map(torch.ones_like, point.params)
         found = Cross().term(point, v, None, state)
         exact = reverse(point, v)
-        assert state.mode == mode and state.full is (mode == "difference") and any(calls) is small
+        assert state.mode == mode and state.way.full is (mode == "difference") and any(calls) is small
         assert trees.norm(trees.add(found, exact, alpha=-1.0)) <= 1e-5 * trees.norm(exact)
         calls.clear()
         Cross().term(point, v, None, state)

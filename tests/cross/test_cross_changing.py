@@ -151,4 +151,4 @@ def test_weights_that_begin_to_move_with_theta_are_noticed(build: Any) -> None:
     method.compute(problem, model, hyper, False, None)
     found, wanted = (one.compute(problem, model, hyper, True, None).grads for one in (method, build()))
     assert oracles.relative(found, wanted) < 1e-12
-    assert method.state.cross.weights == "wm"
+    assert method.state.cross.way.form == "wm"

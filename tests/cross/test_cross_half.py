@@ -157,7 +157,7 @@ def test_the_next_way_that_works_is_taken(
         method, hyper = hk.identity(cross=cross), kind()  # type: ignore[arg-type]
         result = method.compute(PROBLEM, model, hyper, *batches())
         if kind is Weights:
-            assert (result.stats["cross"], method.state.cross.full) == (mode, mode == "difference")
+            assert (result.stats["cross"], method.state.cross.way.full) == (mode, mode == "difference")
         assert off(result, model, hyper) < 1e-4
 
 
@@ -200,7 +200,7 @@ def test_a_graph_through_the_model_outlives_a_difference_in_float32() -> None:
     value = outer(model, None, batches()[1]).value
     method = hk.identity(cross="difference")
     method.compute(PROBLEM, model, Weights(), *batches())
-    assert method.state.cross.full
+    assert method.state.cross.way.full
     model.zero_grad()
     value.backward()
     assert all(p.grad is not None and bool(p.grad.any()) for p in model.parameters())

@@ -289,7 +289,7 @@ def test_the_choice_holds_for_250_calls_of_training_and_after_a_resume() -> None
             assert resumed.state.cross.state_dict() == method.state.cross.state_dict()
             method = resumed
         result = method.compute(problem, model, net, None, None)
-        seen.add((result.stats["cross"], method.state.cross.weights))
+        seen.add((result.stats["cross"], method.state.cross.way.form))
         optimizer.zero_grad()
         inner(model, net, None).backward()
         optimizer.step()

@@ -26,7 +26,7 @@ from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 
 from hyperkron.batch_tensors import tensors_of
 from hyperkron.cross.weighting import Read, Weighted, weighted_sum
-from hyperkron.curvature.kfac.taps import Tap
+from hyperkron.curvature.kfac.taps import Tap, no_grad_no_autocast
 from hyperkron.evaluation.point import Point
 from hyperkron.kernels.selection import WithoutAutocast
 from hyperkron.losses import Loss, Term
@@ -158,8 +158,7 @@ class _LayerHooks:
         return Tap.apply(output, self.token, partial(self._receive, tangent), inputs[0])
 
     def _receive(self, tangent: Tangent, g: Tensor, x: Tensor) -> None:
-        on = torch.is_autocast_enabled(self.device.type)  # the check is cheaper than always disabling it
-        with torch.autocast(self.device.type, enabled=False) if on else nullcontext():
+        with no_grad_no_autocast(g):
             found = tangent(x, g)
             if found.shape[0] % self.count:
                 raise NoAdjointError("a layer is called on inputs without a dimension for examples")

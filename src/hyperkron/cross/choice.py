@@ -95,7 +95,7 @@ class Cross:
         if self.mode in ("auto", "reverse") and operator is not None and same_batch:
             found = operator.cross(v, point.hypers)
             if found is not None:
-                state.mode, state.calls = "reverse", state.calls + 1
+                state.way, state.calls = replace(state.way, mode="reverse"), state.calls + 1
                 return filled(point, found)
         inner = inner_key(point.problem, point.model, point.hyper)
         decided = state.decided(inner)
@@ -106,7 +106,7 @@ class Cross:
             except ChangedError:
                 if point.recording:
                     raise
-                state.mode = ""
+                state.forget()
         return self._decide(point, v, state)
 
     def accepts(self, state: CrossState) -> bool:
@@ -114,121 +114,161 @@ class Cross:
         if self.mode in ("auto", "reverse"):
             return self.mode == "auto" or state.mode == "reverse"
         if self.mode == "difference" and state.mode == "difference":
-            return state.full or self.radius in (None, state.radius)
+            return state.way.full or self.radius in (None, state.way.radius)
         return state.mode in (self.mode, "reverse")
 
     def _decide(self, point: Point, v: Tree, state: CrossState) -> Tree:
         if self.mode == "reverse" or state.mode == "reverse":  # exact, so there is nothing to check
-            return state.settle(Way("reverse"), reverse(point, v))
+            crossed = reverse(point, v)
+            state.way, state.error = Way("reverse"), 0.0
+            return crossed
         state.warn_of_changes()
-        radius = self._radii(point)[0]
+        search = _Search(point, v, self.mode, self.radius)
         if float(trees.norm(v)) == 0:
             mode = state.mode or ("forward" if self.mode == "forward" else "difference")
-            found = state.settle(Way(mode, state.weights, radius, state.full), difference(point, v, 1.0))
+            crossed = difference(point, v, 1.0)
+            state.way, state.error = replace(state.way, mode=mode, radius=search.radii()[0]), 0.0
             state.calls = 0  # v = 0 gives no information: the next call decides
-            return found
+            return crossed
+        found = search.best(state.way)
+        state.way, state.error = found.way, found.error
+        return found.cross
+
+
+class _Search:
+    """Tries ways to compute the cross term at ``point`` along ``v``; ``reasons`` says why some are impossible."""
+
+    def __init__(self, point: Point, v: Tree, mode: Mode, radius: float | None) -> None:
+        self.point, self.v, self.mode, self.radius = point, v, mode, radius
+        self.reasons: list[str] = []
+
+    def best(self, before: Way) -> _Found:
+        """The cheapest way that is correct; ``before`` is the last decision."""
+        point = self.point
         loss = point.inner()
         form = weighting.structure(point, loss)
         form = form if point.problem.group.all(bool(form)) else ""  # all processes, or none
         coarse = half(point) or in_half_precision(loss.value)
         if form and self.mode != "forward":
             unmoved = half(point) or (coarse and self.mode == "auto")  # the ways that will be tried do not move θ
-            moves = unmoved or state.weights == f"{form}m"  # weights that moved once are expected to move again
-            form = f"{form}m" if moves else _with_motion(point, v, radius, form)
+            moves = unmoved or before.form == f"{form}m"  # weights that moved once are expected to move again
+            form = f"{form}m" if moves else self._with_motion(form)
         if self.mode == "forward":
-            chosen = self._forward(point, v, loss, form)
-        elif self.mode == "difference" and not half(point):
-            chosen = self._difference(point, v, loss, form)
-        else:
-            cross = replace(self, radius=None) if half(point) else self  # a given radius may be lost in rounding
-            if form:
-                chosen = cross._cheapest(point, v, loss, _weighted_ways(point, form, state, coarse))
-            else:
-                del loss  # frees its graph
-                chosen = cross._exact_if_possible(point, v)
-        return state.settle(chosen.way, chosen.cross, chosen.error)
+            return self._forward(loss, form)
+        if self.mode == "difference" and not half(point):
+            return self._difference(loss, form)
+        if half(point):  # a given radius may be lost in rounding
+            self.radius = None
+        if form:
+            return self._cheapest(loss, self._weighted_ways(form, before, coarse))
+        del loss  # frees its graph
+        return self._exact_if_possible()
+
+    def _with_motion(self, form: str) -> str:
+        """:func:`~hyperkron.cross.weighting.with_motion`; empty if the loss fails or changes when θ requires no
+        gradient, as with penalties on parameters that require one."""
+        try:
+            return weighting.with_motion(self.point, self.v, self.radii()[0], form)
+        except torch.OutOfMemoryError:
+            raise
+        except (HyperkronError, RuntimeError):
+            return ""
 
     # --- auto ------------------------------------------------------------------------------------------------------
 
-    def _cheapest(self, point: Point, v: Tree, loss: Loss, ways: list[Way]) -> _Found:
+    def _weighted_ways(self, form: str, before: Way, coarse: bool) -> list[Way]:
+        """The ways to try if λ only weights, cheapest first, starting with the last decision.
+
+        If the inner loss is ``coarse`` (partly in half precision), a difference is mostly rounding.
+        """
+        plain, exact, full = Way("difference", form), Way("forward", form), Way("difference", form, full=True)
+        finer = [full] if tf32(self.point) else []
+        if coarse:
+            ways = [Way("adjoint", form), exact, full if half(self.point) else plain]
+        else:  # forward mode costs more Python time
+            ways = [plain, *finer, exact] if self.point.small else [plain, exact, *finer]
+        kinds, last = [(way.mode, way.full) for way in ways], (before.mode, before.full)
+        return ways[kinds.index(last) :] if last in kinds else ways
+
+    def _cheapest(self, loss: Loss, ways: list[Way]) -> _Found:
         """If λ only weights: the first of ``ways`` that is accurate and correct; else double backward."""
         best: _Found | None = None
-        stopped, reasons = False, list[str]()
+        stopped = False
         for way in ways:
-            found = self._tried(point, v, way, reasons)
+            found = self._tried(way)
             if found is None:
                 continue
             best = found if best is None or found.error < best.error else best
-            if found.error <= precision(point).tolerance:
-                stopped = not _moves_by_gradient(point, v, loss, found)  # or at a kink, where forward mode may work
+            if found.error <= precision(self.point).tolerance:
+                stopped = not self._moves_by_gradient(loss, found)  # or at a kink, where forward mode may work
                 if not stopped:
                     return found
-        exact = self._tried(point, v, Way("reverse"), reasons)
+        exact = self._tried(Way("reverse"))
         if exact is not None:
             return exact
-        best = best or self._searched(point, v, Way("difference", ways[0].form))
-        _warn_stopped(reasons) if stopped else _warn_inexact(best.error, reasons)
+        best = best or self._searched(Way("difference", ways[0].form))
+        self._warn_stopped() if stopped else self._warn_inexact(best.error)
         return best
 
-    def _exact_if_possible(self, point: Point, v: Tree) -> _Found:
+    def _exact_if_possible(self) -> _Found:
         """If λ does more than weight: an exact way if there is one, else a difference with a warning."""
-        reasons: list[str] = []
+        point = self.point
         for mode in ("reverse", "forward") if self.mode == "auto" else ("forward", "reverse"):
-            exact = self._tried(point, v, Way(mode), reasons)
-            if exact is not None and (mode == "reverse" or _tangent_is_slope(point, v, exact.changes)):
+            exact = self._tried(Way(mode))
+            if exact is not None and (mode == "reverse" or self._tangent_is_slope(exact.changes)):
                 return exact
             if exact is not None:
-                reasons.append("forward: gradients are stopped by no_grad")
+                self.reasons.append("forward: gradients are stopped by no_grad")
         best, tolerance = None, precision(point).tolerance
         for full in (True, False) if half(point) else (False, True) if tf32(point) else (False,):
-            near = self._tried(point, v, Way("difference", full=full), reasons)
+            near = self._tried(Way("difference", full=full))
             best = near if best is None or (near is not None and near.error < best.error) else best
             if best is not None and best.error <= tolerance:
                 break
         assert best is not None
-        if not moves_as_its_gradient(point, v, self._radii(point)[0]):
-            _warn_stopped(reasons)
+        if not moves_as_its_gradient(point, self.v, self.radii()[0]):
+            self._warn_stopped()
         elif best.error > tolerance or (half(point) and not best.way.full):
-            _warn_inexact(best.error, reasons)
+            self._warn_inexact(best.error)
         return best
 
     # --- forward and difference ------------------------------------------------------------------------------------
 
-    def _forward(self, point: Point, v: Tree, loss: Loss, form: str) -> _Found:
+    def _forward(self, loss: Loss, form: str) -> _Found:
         """Forward mode if its tangents agree with the gradients, else double backward."""
-        reasons: list[str] = []
         try:
-            found = self._searched(point, v, Way("forward", form))
+            found = self._searched(Way("forward", form))
         except ChangedError:  # the loss is different if θ requires no gradient
-            exact = self._tried(point, v, Way("reverse"), reasons)
+            exact = self._tried(Way("reverse"))
             if exact is None:
                 raise
-            return self._replaced(exact, reasons) or exact
-        right = _moves_by_gradient(point, v, loss, found) if form else _tangent_is_slope(point, v, found.changes)
-        return found if right else self._replaced(self._tried(point, v, Way("reverse"), reasons), reasons) or found
+            return self._replaced(exact) or exact
+        right = self._moves_by_gradient(loss, found) if form else self._tangent_is_slope(found.changes)
+        return found if right else self._replaced(self._tried(Way("reverse"))) or found
 
-    def _difference(self, point: Point, v: Tree, loss: Loss, form: str) -> _Found:
+    def _difference(self, loss: Loss, form: str) -> _Found:
         """The finite difference with the given radius if one with a small radius is correct, else double backward."""
-        fine, reasons = Cross(), list[str]()
-        near = fine._searched(point, v, Way("difference", form))
+        point, v = self.point, self.v
+        fine = _Search(point, v, "auto", None)
+        near = fine._searched(Way("difference", form))
         if form:
-            right = _moves_by_gradient(point, v, loss, near)
-            truth = None if right else self._tried(point, v, Way("reverse"), reasons)
+            right = self._moves_by_gradient(loss, near)
+            truth = None if right else self._tried(Way("reverse"))
         else:
-            truth = self._tried(point, v, Way("reverse"), reasons, needed=False)
+            truth = self._tried(Way("reverse"), needed=False)
             if truth is None:
-                right = moves_as_its_gradient(point, v, fine._radii(point)[0])
+                right = moves_as_its_gradient(point, v, fine.radii()[0])
             else:
                 right = _distance(near.cross, truth.cross) <= max(5 * near.error, precision(point).exact)
-        exact = None if right else self._replaced(truth, reasons)
+        exact = None if right else self._replaced(truth)
         if exact is not None:
             return exact
-        way = Way("difference", form, self._radii(point)[0])
+        way = Way("difference", form, self.radii()[0])
         cross = _computed(point, v, way).cross
         away = _distance(cross, near.cross)
         error = max(away, near.error)
         if error > WARN_ABOVE and form and in_half_precision(loss.value):  # perhaps only the small step was inaccurate
-            exact = self._tried(point, v, Way("adjoint", form), reasons, needed=False)
+            exact = self._tried(Way("adjoint", form), needed=False)
             error = error if exact is None else _distance(cross, exact.cross)
         if error > WARN_ABOVE:
             warn_once(
@@ -238,10 +278,10 @@ class Cross:
             )
         return replace(near, way=way, cross=cross, error=error)
 
-    def _replaced(self, exact: _Found | None, reasons: list[str]) -> _Found | None:
+    def _replaced(self, exact: _Found | None) -> _Found | None:
         """``exact`` (double backward) instead of the requested way, which would be wrong; warns once."""
         if exact is None:
-            _warn_stopped(reasons)
+            self._warn_stopped()
             return None
         warn_once(
             f"cross-stopped-{self.mode}",
@@ -253,58 +293,84 @@ class Cross:
 
     # --- one way ---------------------------------------------------------------------------------------------------
 
-    def _radii(self, point: Point, full: bool = False) -> tuple[float, ...]:
+    def radii(self, full: bool = False) -> tuple[float, ...]:
+        """The radii of finite differences, in the order they are tried."""
         if self.radius is not None:
             return (self.radius, self.radius / 3)
-        usual = precision(point)
+        usual = precision(self.point)
         return (FLOAT32 if full and usual is not FLOAT64 else usual).radii
 
-    def _tried(self, point: Point, v: Tree, way: Way, reasons: list[str], *, needed: bool = True) -> _Found | None:
+    def _tried(self, way: Way, *, needed: bool = True) -> _Found | None:
         """X(v) by ``way``; if that is impossible, ``None``, with the reason added to ``reasons``.
 
         Errors of the plain difference, the last resort, are raised, and so are memory errors if the way is ``needed``.
         """
         refusals = (UndifferentiableError if way.mode == "reverse" else HyperkronError, RuntimeError)
         try:
-            return self._searched(point, v, way)
+            return self._searched(way)
         except refusals as failure:
             last = way.mode == "difference" and not way.full
             if last or (needed and isinstance(failure, torch.OutOfMemoryError)):
                 raise
             first_line = (str(failure).strip().splitlines() or [type(failure).__name__])[0]
-            reasons.append(f"{way.mode}: {first_line}")
+            self.reasons.append(f"{way.mode}: {first_line}")
             return None
 
-    def _searched(self, point: Point, v: Tree, way: Way) -> _Found:
+    def _searched(self, way: Way) -> _Found:
         """X(v) by ``way``; a difference uses the first radius that agrees with the next one, or else the best one."""
         if way.mode != "difference":
-            found = _computed(point, v, way)
+            found = _computed(self.point, self.v, way)
             return _Found(way, found.cross, found.changes)
         best: _Found | None = None
-        ways = [replace(way, radius=radius) for radius in self._radii(point, way.full)]
-        wide = _computed(point, v, ways[0])
+        ways = [replace(way, radius=radius) for radius in self.radii(way.full)]
+        wide = _computed(self.point, self.v, ways[0])
         for at, next_way in itertools.pairwise(ways):
-            narrow = _computed(point, v, next_way)
+            narrow = _computed(self.point, self.v, next_way)
             error = 1.5 * _distance(wide.cross, narrow.cross)  # exact for an error that grows linearly with the radius
             if best is None or error < best.error:
                 spread = 1.5 * _distance({"": wide.changes}, {"": narrow.changes}) if wide.parts else 0.0
                 best = _Found(at, wide.cross, wide.changes, error, spread)
-            if error <= precision(point).tolerance:
+            if error <= precision(self.point).tolerance:
                 break
             wide = narrow
         assert best is not None
         return best
 
+    def _moves_by_gradient(self, loss: Loss, found: _Found) -> bool:
+        """Whether the row losses change along v as their gradients say, beyond rounding and their own error."""
+        point = self.point
+        if found.changes.numel() == 0:
+            return True
+        if found.way.mode == "forward" and point.drawn():  # kernels with tangents draw other dropout masks
+            loss = point.inner(differentiable=True)
+        by_example = found.way.mode == "adjoint"
+        rows = (example_losses if by_example else weighting.row_losses)(loss, found.way.form)
+        usual = HALF if in_half_precision(loss.value) else precision(point)
+        agreement = ADJOINT_AGREEMENT if by_example else usual.agreement
+        gap = weighting.disagreement(point, rows, self.v, found.changes)
+        return point.problem.group.all(gap <= max(5 * found.spread, agreement))
 
-def _with_motion(point: Point, v: Tree, radius: float, form: str) -> str:
-    """:func:`hyperkron.cross.weighting.with_motion`; empty if the loss fails or changes when θ requires no gradient,
-    as with penalties on parameters that require one."""
-    try:
-        return weighting.with_motion(point, v, radius, form)
-    except torch.OutOfMemoryError:
-        raise
-    except (HyperkronError, RuntimeError):
-        return ""
+    def _tangent_is_slope(self, tangent: Tensor) -> bool:
+        """Whether J_in's tangent along v is ⟨∂_θ J_in, v⟩; ``no_grad`` stops gradients, but not tangents."""
+        expected, size, _ = slope(self.point, self.v)
+        gap, scale = abs(float(tangent) - float(expected)), max(abs(float(tangent)), abs(float(expected)))
+        rounding = weighting.rounding(self.point) * float(size * trees.norm(self.v))
+        return gap <= precision(self.point).agreement * scale + rounding
+
+    def _warn_stopped(self) -> None:
+        warn_once(
+            "cross-stopped",
+            "the inner loss does not change along v as its gradient says (because of detach(), no_grad or "
+            "requires_grad inside it), so only cross='reverse' would be right, but an operation of the model "
+            f"cannot be differentiated twice ({'; '.join(self.reasons)}); use an eager implementation.",
+        )
+
+    def _warn_inexact(self, error: float) -> None:
+        warn_once(
+            "cross-inexact",
+            f"the finite-difference cross term has an error of about {error:.1%}, and no exact way works "
+            f"with this model ({'; '.join(self.reasons)}); set radius, or use float64.",
+        )
 
 
 def _by_pass(point: Point, v: Tree, way: Way) -> Tree:
@@ -335,63 +401,7 @@ def _computed(point: Point, v: Tree, way: Way) -> Weighted:
     return Weighted(difference(point, v, way.radius, way.full), [])
 
 
-def _weighted_ways(point: Point, form: str, state: CrossState, coarse: bool) -> list[Way]:
-    """The ways to try if λ only weights, cheapest first, starting with the last decision.
-
-    If the inner loss is ``coarse`` (partly in half precision), a difference is mostly rounding.
-    """
-    plain, exact, full = Way("difference", form), Way("forward", form), Way("difference", form, full=True)
-    finer = [full] if tf32(point) else []
-    if half(point):
-        ways = [Way("adjoint", form), exact, full]
-    elif coarse:
-        ways = [Way("adjoint", form), exact, plain]
-    else:
-        ways = [plain, *finer, exact] if point.small else [plain, exact, *finer]  # forward mode costs more Python time
-    kinds = [(way.mode, way.full) for way in ways]
-    now = (state.mode, state.full)
-    return ways[kinds.index(now) :] if now in kinds else ways
-
-
-def _moves_by_gradient(point: Point, v: Tree, loss: Loss, found: _Found) -> bool:
-    """Whether the row losses change along v as their gradients say, beyond rounding and their own error."""
-    if found.changes.numel() == 0:
-        return True
-    if found.way.mode == "forward" and point.drawn():  # kernels with tangents draw other dropout masks
-        loss = point.inner(differentiable=True)
-    by_example = found.way.mode == "adjoint"
-    rows = (example_losses if by_example else weighting.row_losses)(loss, found.way.form)
-    usual = HALF if in_half_precision(loss.value) else precision(point)
-    agreement = ADJOINT_AGREEMENT if by_example else usual.agreement
-    gap = weighting.disagreement(point, rows, v, found.changes)
-    return point.problem.group.all(gap <= max(5 * found.spread, agreement))
-
-
-def _tangent_is_slope(point: Point, v: Tree, tangent: Tensor) -> bool:
-    """Whether J_in's tangent along v is ⟨∂_θ J_in, v⟩; ``no_grad`` stops gradients, but not tangents."""
-    expected, size, _ = slope(point, v)
-    gap, scale = abs(float(tangent) - float(expected)), max(abs(float(tangent)), abs(float(expected)))
-    return gap <= precision(point).agreement * scale + weighting.rounding(point) * float(size * trees.norm(v))
-
-
 def _distance(found: Tree, wanted: Tree) -> float:
     """‖found − wanted‖ / ‖wanted‖; 0 where ``wanted`` is zero."""
     size = float(trees.norm(wanted))
     return float(trees.norm(trees.add(found, wanted, alpha=-1.0))) / size if size > 0 else 0.0
-
-
-def _warn_stopped(reasons: list[str]) -> None:
-    warn_once(
-        "cross-stopped",
-        "the inner loss does not change along v as its gradient says (because of detach(), no_grad or "
-        "requires_grad inside it), so only cross='reverse' would be right, but an operation of the model "
-        f"cannot be differentiated twice ({'; '.join(reasons)}); use an eager implementation.",
-    )
-
-
-def _warn_inexact(error: float, reasons: list[str]) -> None:
-    warn_once(
-        "cross-inexact",
-        f"the finite-difference cross term has an error of about {error:.1%}, and no exact way works "
-        f"with this model ({'; '.join(reasons)}); set radius, or use float64.",
-    )

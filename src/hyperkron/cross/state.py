@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from hyperkron.kernels.graphs import switches
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import warn_once
-from hyperkron.trees import Tree
 
 RECHECK = 100
 """A way other than double backward is checked again after this many calls, because a model in training changes."""
@@ -25,7 +24,7 @@ MAX_CHANGES = 5
 class Way:
     """A way to compute the cross term."""
 
-    mode: str  # reverse, forward, difference or adjoint
+    mode: str = ""  # reverse, forward, difference or adjoint; "" if none is decided
     form: str = ""  # which weights of the inner loss depend on λ, if nothing else does
     radius: float = 0.0  # of a finite difference
     full: bool = False  # use full float32, for a model in TF32 or half precision
@@ -35,33 +34,40 @@ class Way:
 class CrossState:
     """The decision, so that later calls and a resumed run do the same."""
 
-    mode: str = ""
-    weights: str = ""  # the form of the way
-    radius: float = 0.0
-    full: bool = False
+    way: Way = Way()
     error: float = 0.0
     calls: int = 0
     inner: Hashable = field(default=None, repr=False)  # which inner loss it was decided for; not saved
     changes: int = field(default=0, repr=False)  # in how many calls in a row that was another one; not saved
 
+    @property
+    def mode(self) -> str:
+        """The mode of the way."""
+        return self.way.mode
+
     def state_dict(self) -> dict[str, Any]:
         """The decision as plain values."""
-        return {name: value for name, value in vars(self).items() if name not in ("inner", "changes")}
+        way = self.way
+        decision = {"mode": way.mode, "weights": way.form, "radius": way.radius, "full": way.full}
+        return {**decision, "error": self.error, "calls": self.calls}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with an earlier decision."""
-        self.mode, self.radius, self.full = state["mode"], state["radius"], state["full"]
+        self.way = Way(state["mode"], state.get("weights", ""), state["radius"], state["full"])
         self.error, self.calls = state["error"], state["calls"]
-        self.weights = state.get("weights", "")
         if "weights" not in state and self.mode != "reverse":
-            self.mode = ""  # of a version that did not look at the structure of the loss
+            self.forget()  # of a version that did not look at the structure of the loss
+
+    def forget(self) -> None:
+        """Drop the decision, but not what is likely to be decided again."""
+        self.way = replace(self.way, mode="")
 
     def see(self, inner: Hashable) -> None:
         """Begin a call with the inner loss of this :func:`inner_key`; a decision for another one is dropped."""
         changed = self.inner not in (None, inner)
         self.inner, self.calls, self.changes = inner, self.calls + 1, self.changes + 1 if changed else 0
         if changed:
-            self.mode = ""
+            self.forget()
 
     def warn_of_changes(self) -> None:
         """Say once that the decision is made in every call."""
@@ -79,16 +85,6 @@ class CrossState:
         The first inner loss after a resume is assumed to be the one of the decision.
         """
         return self.inner in (None, inner) and bool(self.mode) and self.calls % RECHECK != 0
-
-    @property
-    def way(self) -> Way:
-        """The chosen way."""
-        return Way(self.mode, self.weights, self.radius, self.full)
-
-    def settle(self, way: Way, cross: Tree, error: float = 0.0) -> Tree:
-        """Store a decision, and return ``cross``."""
-        self.mode, self.weights, self.radius, self.full, self.error = way.mode, way.form, way.radius, way.full, error
-        return cross
 
 
 def function_key(function: Any, depth: int = 4) -> Hashable:
