@@ -124,12 +124,11 @@ class Halves(MatrixStack, ABC):
     @abstractmethod
     def upper(self, v: Tensor) -> Tensor: ...
 
-    def put_inverse_triangle(self, out: Tensor, times: Tensor) -> None:
-        """Write c L⁻¹ to ``out`` (L, n, n), where ``times`` (L, 1, 1) holds c; products follow the TF32 setting."""
-        leaf = self._corner()
-        found = leaf.new_zeros(leaf.shape[0], self.size, self.size)
+    def inverse_triangle(self, times: Tensor) -> Tensor:
+        """c L⁻¹ (L, n, n), where ``times`` (L, 1, 1) holds c; products follow the TF32 setting."""
+        found = times.new_zeros(len(times), self.size, self.size)
         self._put_inverse(found)
-        torch.mul(found, times, out=out)
+        return found.mul_(times)
 
     @abstractmethod
     def put_half_inverse(self, out: Tensor, root: Tensor, unit: float) -> None:
@@ -142,10 +141,6 @@ class Halves(MatrixStack, ABC):
         with full_precision():
             self.forward(given, found)
         return found
-
-    @abstractmethod
-    def _corner(self) -> Tensor:
-        """The inverse of the first leaf."""
 
     @abstractmethod
     def _put_inverse(self, out: Tensor) -> None:
@@ -167,9 +162,6 @@ class Leaf(Halves):
 
     def backward(self, v: Tensor, out: Tensor) -> None:
         torch.bmm(self.inverse.mT, v, out=out)
-
-    def _corner(self) -> Tensor:
-        return self.inverse
 
     def _put_inverse(self, out: Tensor) -> None:
         out.copy_(self.inverse)
@@ -206,9 +198,6 @@ class Node(Halves):
         k = self.c.shape[2]
         self.tail.backward(v[:, k:], out[:, k:])
         self.head.backward(subtract_product(v[:, :k], self.c.mT, out[:, k:]), out[:, :k])
-
-    def _corner(self) -> Tensor:
-        return self.head._corner()
 
     def _put_inverse(self, out: Tensor) -> None:
         k = self.c.shape[2]
@@ -267,9 +256,6 @@ class Scaled(Halves):
     def upper(self, v: Tensor) -> Tensor:
         return self.scaled.upper(v) / self._times
 
-    def put_inverse_triangle(self, out: Tensor, times: Tensor) -> None:
-        self.scaled.put_inverse_triangle(out, times * self._times)
-
     def put_half_inverse(self, out: Tensor, root: Tensor, unit: float) -> None:
         self.scaled.put_half_inverse(out, root * self._times, unit)
 
@@ -279,9 +265,6 @@ class Scaled(Halves):
         with full_precision(), bounded():
             self.scaled.forward(given, found)
         return found
-
-    def _corner(self) -> Tensor:
-        return self.scaled._corner()
 
     def _put_inverse(self, out: Tensor) -> None:
         self.scaled._put_inverse(out)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from hyperkron import trees
@@ -25,18 +25,16 @@ class Direct(Solver):
 
     def solve_system(self, system: LinearSystem) -> Solution:
         """As for every solver, but on a GPU nothing is read back: the caller must check that the value is finite."""
-        if next(iter(system.b.values())).is_cuda and isinstance(system.operator, Invertible):
-            return self._unchecked(system)
-        return super().solve_system(system)
+        return self._unchecked(system) if next(iter(system.b.values())).is_cuda else super().solve_system(system)
 
     def solve_stacked(self, operator: Operator, b: Tree, *, preconditioner: Invertible | None = None) -> Solution:
         """Apply the inverse once to all right-hand sides."""
         self._check(LinearSystem(operator, b, None, preconditioner))
         if not trees.is_finite(b):
             raise NonFiniteError("b holds NaN or infinity; check the outer loss and its batch")
-        given = trees.widened({name: x.detach() for name, x in b.items()})
-        value = _inverse_of(operator).solve_stacked(given)
-        return Solution(trees.cast(_finite(operator, value), b), _inverse_of(operator).status)
+        inverse = _inverse_of(operator)
+        value = inverse.solve_stacked(trees.widened({name: x.detach() for name, x in b.items()}))
+        return Solution(trees.cast(_finite(operator, value), b), inverse.status)
 
     def record(self, system: LinearSystem, execution: Execution) -> tuple[Tree, Pending[Solution]]:
         """The same as on a GPU: nothing is read."""
@@ -48,14 +46,14 @@ class Direct(Solver):
 
     def _unchecked(self, system: LinearSystem) -> Solution:
         self._check(system)
+        inverse = _inverse_of(system.operator)
         detached = {name: x.detach() if x.requires_grad else x for name, x in system.b.items()}
-        solution = _applied(system.operator, trees.widened(detached))
-        return replace(solution, value=trees.cast(solution.value, system.b))
+        value = inverse.solve(trees.widened(detached))
+        return Solution(trees.cast(value, system.b), inverse.status)
 
     def _solve(self, system: LinearSystem) -> Solution:
-        solution = _applied(system.operator, system.b)
-        _finite(system.operator, solution.value)
-        return solution
+        inverse = _inverse_of(system.operator)
+        return Solution(_finite(inverse, inverse.solve(system.b)), inverse.status)
 
 
 def _finite(operator: Operator, value: Tree) -> Tree:
@@ -65,11 +63,6 @@ def _finite(operator: Operator, value: Tree) -> Tree:
             "raise the damping, or check the curvature batch"
         )
     return value
-
-
-def _applied(operator: Operator, b: Tree) -> Solution:
-    inverse = _inverse_of(operator)
-    return Solution(inverse.solve(b), inverse.status)
 
 
 def _inverse_of(operator: Operator) -> Invertible:

@@ -175,9 +175,8 @@ class HalfRows(HalfInverse):
         p = torch.ldexp(torch.ones_like(norm), NORM - torch.frexp(norm)[1])
         high, low = (torch.empty(count, r, r, device=rows.device, dtype=torch.float16) for _ in range(2))
         for some in _chunks(count, system.size**2 // 2):  # many small launches
-            made = torch.empty(some.stop - some.start, *[system.size] * 2, device=rows.device)
             with full_precision():
-                system.part(some.start, some.stop).put_inverse_triangle(made, UNIT * shift[some, None, None].sqrt())
+                made = system.part(some.start, some.stop).inverse_triangle(UNIT * shift[some, None, None].sqrt())
             high[some] = made[:, :r, :r]
             torch.sub(made[:, :r, :r], high[some], out=low[some])
         scaled = torch.mul(rows, p[:, None, None], out=torch.empty_like(rows, dtype=torch.float16))

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def no_grad_no_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """A context without autograd and without the model's autocast, in which factors are summed."""
-    kind = x.device.type
-    return _without_autocast(kind) if torch.is_autocast_enabled(kind) else torch.no_grad()  # the check is cheaper
-
-
 @contextmanager
-def _without_autocast(kind: str) -> Iterator[None]:
-    with torch.no_grad(), torch.autocast(kind, enabled=False):
+def no_grad_no_autocast(x: Tensor) -> Iterator[None]:
+    """Inside the block there is neither autograd nor the model's autocast: factors are summed there."""
+    kind = x.device.type
+    on = torch.is_autocast_enabled(kind)  # the check is cheaper than always disabling it
+    with torch.no_grad(), torch.autocast(kind, enabled=False) if on else nullcontext():
         yield
 
 
