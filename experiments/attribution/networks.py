@@ -24,8 +24,8 @@ from experiments.attribution import explicit, lds
 from experiments.attribution.draws import retrained
 from experiments.attribution.peers import AGREEING, DEFAULT, agreeing, kronfluence_with, methods
 from experiments.attribution.settings import SETTINGS, Setting, train_many
-from experiments.paper.tuning import interval
 from experiments.pieces import Cells
+from experiments.seeds import interval
 from hyperkron.kernels.split_products import full_precision
 
 RESULT = Path(__file__).parents[1] / "results" / "attribution" / "networks.jsonl"

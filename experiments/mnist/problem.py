@@ -143,7 +143,7 @@ class Trial:
 
     def __post_init__(self) -> None:
         (x, y), device = self.split.train, self.split.device
-        model = networks.make("linear", x.shape[1], 0).to(device)
+        model = networks.linear(x.shape[1]).to(device)
         pretrain(model, self.split, self.plan.batch, seed=0, passes=2)  # all methods start at the same point
         sizes = self.plan.batches(self.name)  # a batch of all is a view: nothing is copied
         self.run = hk.fit(

@@ -2,7 +2,9 @@
 
     paper.recipes()                                   # all recipes by name
     paper.run("diagnostic", "smoke")                  # run one, or continue an interrupted run
-    paper.report()                                    # experiments/pages/paper.md, paper.html and figures/paper/*.svg
+    paper.report()                                    # experiments/pages/paper.md and figures/paper/*.svg
+
+Tables and figures whose runs have the paper's length have a program instead (:mod:`experiments.paper.long_runs`).
 
 How to add a recipe:
 
@@ -11,9 +13,9 @@ How to add a recipe:
 2. Write ``work(job) -> dict`` that does everything through ``job.cell(key, function)``: each cell is written to the
    cache at once, and a run that is interrupted, or stopped by ``limit_minutes``, continues at the first missing cell.
    Tune with :func:`experiments.paper.tuning.tune` (second validation part, the same ``Search`` for every method), then
-   loop over ``job.seeds`` and run with the chosen settings (:func:`experiments.paper.cleaning.final`). A run is one
-   call of ``hk.fit`` (:mod:`experiments.trial`). What ``work`` returns becomes ``figures`` of the result file; it must
-   be computable for the first seeds alone.
+   loop over ``job.seeds`` and run with the chosen settings. A run is one call of ``hk.fit``
+   (:mod:`experiments.trial`). What ``work`` returns becomes ``figures`` of the result file; it must be computable for
+   the first seeds alone.
 3. Write ``verdict(result) -> Judgement`` with the rule in its docstring (the page prints it), ``tables(result)`` with
    the printed number (:func:`experiments.paper.printed.printed`) beside ours, and perhaps ``plot(result, folder)``.
    A comparison in several cases is judged by :func:`experiments.paper.recipe.by_cases`; where weights are learned,
@@ -27,7 +29,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -35,6 +37,9 @@ from experiments import records
 from experiments.paper.recipe import Judgement, Recipe, Result, Scale, Table, Verdict
 from experiments.pieces import OutOfTime
 from hyperkron.solution import HyperkronError
+
+if TYPE_CHECKING:
+    from experiments.paper.long_runs import Program
 
 RESULTS = records.RESULTS / "paper"
 PAGES = records.PAGES
@@ -47,6 +52,7 @@ __all__ = [
     "Scale",
     "Table",
     "Verdict",
+    "programs",
     "recipes",
     "report",
     "run",
@@ -62,33 +68,21 @@ def recipes() -> dict[str, Recipe]:
         True
     """
     from experiments.paper import (
-        amortization,
-        batch_size,
         diagnostic,
         encoder_cleaning,
         frozen_head,
         long_tail,
         memory,
-        moving_average,
         poisoning,
         pretraining,
-        resnet,
-        simple_models,
-        trade_off,
         unlearnable,
         unrolling,
     )
 
     modules = (
         diagnostic,
-        batch_size,
-        amortization,
-        simple_models,
-        moving_average,
         unrolling,
-        trade_off,
         memory,
-        resnet,
         encoder_cleaning,
         frozen_head,
         poisoning,
@@ -100,10 +94,22 @@ def recipes() -> dict[str, Recipe]:
     return {recipe.name: recipe for recipe in sorted(found, key=lambda recipe: recipe.experiment)}
 
 
+def programs() -> dict[str, Program]:
+    """All programs by name.
+
+    Example:
+        >>> programs()["resnet-cifar"].place
+        'Figure 2'
+    """
+    from experiments.paper.long_runs import programs as found
+
+    return found()
+
+
 def _recipe(name: str) -> Recipe:
     found = recipes()
     if name not in found:
-        raise HyperkronError(f"name={name!r} is no recipe; choose one of {', '.join(found)}.")
+        raise HyperkronError(f"name={name!r} is no recipe; choose one of {', '.join([*found, *programs()])}.")
     return found[name]
 
 
@@ -164,24 +170,22 @@ def run_all(
 
 
 def report(folder: str | Path = RESULTS, out: str | Path = PAGES) -> list[Path]:
-    """Write ``out/paper.md``, ``out/paper.html``, the records ``out/paper/NAME.md`` and figures from the results.
+    """Write ``out/paper.md``, the records ``out/paper/NAME.md`` and figures from the results.
 
     Args:
         folder: holds ``NAME-SCALE.json``; of each recipe the result at the largest scale is shown.
         out: where the page goes; its figures go to ``out/figures/paper``.
     """
-    from experiments.paper import budget, page, places
-    from experiments.paper.longer import longer as longer_runs
+    from experiments.paper import budget, encoder_length, page, places
 
     found, known = page.results([folder]), recipes()
     strangers = sorted(set(found) - set(known))
     if strangers:
         raise HyperkronError(f"folder={str(folder)!r} holds results of unknown recipes: {', '.join(strangers)}.")
-    figures, longer = Path(out) / "figures" / "paper", longer_runs()
-    shown = {name: page.best(found.get(name)) for name in known}
-    missing = budget.missing({name: result for name, result in shown.items() if result is not None})
-    sections = [
-        page.section(recipe, shown[name], figures, longer.get(name), missing.get(name))
-        for name, recipe in known.items()
-    ]
+    figures, longer = Path(out) / "figures" / "paper", encoder_length.longer()
+    sections = [page.of_program(program) for program in programs().values()]
+    for name, recipe in known.items():
+        result = page.best(found.get(name))
+        missing = budget.missing(result) if name == "encoder-base" and result is not None else None
+        sections.append(page.section(recipe, result, figures, longer.get(name), missing))
     return page.write(sorted(sections, key=lambda x: places.order(x.place)), out)

@@ -15,7 +15,7 @@ from hyperkron.solution import HyperkronError
 
 OK, ERROR, OUT_OF_TIME, INTERRUPTED = 0, 1, 3, 130
 """Exit codes; a mistake in the command is 2."""
-PAGE_HELP = "folder for paper.md, paper.html and figures (default: FOLDER/pages; of the recorded results, their pages)"
+PAGE_HELP = "folder for paper.md and figures (default: FOLDER/pages; of the recorded results, their pages)"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,18 +36,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _list(options: argparse.Namespace) -> int:
     """Print the recipes and their scales."""
-    recipes = paper.recipes().values()
+    recipes, programs = paper.recipes().values(), paper.programs().values()
     if options.json:
         named = [{"name": r.name, "place": r.place, "scales": [*r.scales], "title": r.title} for r in recipes]
-        print(json.dumps({"recipes": named}))
+        own = [{"name": x.name, "place": x.place, "command": x.command, "title": x.title} for x in programs]
+        print(json.dumps({"recipes": named, "programs": own}))
         return OK
     for recipe in recipes:
         print(f"{recipe.name:16} {recipe.place:24} {', '.join(recipe.scales):20} {recipe.title}")
+    print("\nThese have a program of their own; `run NAME` tries it out at smoke scale and prints its command:")
+    for program in programs:
+        print(f"{program.name:16} {program.place:24} {'smoke':20} {program.title}")
     return OK
 
 
 def _run(options: argparse.Namespace, given: list[str]) -> int:
     """Run one recipe, or all of them, and print the verdicts."""
+    if options.name in paper.programs():
+        return _try_out(options)
     tell = (lambda message: None) if options.quiet else _say
     tell(f"Running {options.name} at the scale {options.scale}; results go to {options.folder}")
     shared = {
@@ -73,6 +79,16 @@ def _run(options: argparse.Namespace, given: list[str]) -> int:
         for name, one in judged.items():
             print(f"{name}: {one.verdict.value}. {one.because}")
     return OK if complete else OUT_OF_TIME
+
+
+def _try_out(options: argparse.Namespace) -> int:
+    """Run a program on made-up data; its long runs have a command of their own."""
+    program = paper.programs()[options.name]
+    if options.scale != "smoke":
+        raise HyperkronError(f"scale={options.scale!r}: {program.name} has a program of its own: {program.command}")
+    told = program.try_out(options.folder)
+    print(json.dumps({"complete": True, "told": told}) if options.json else f"{program.name}: {told}")
+    return OK
 
 
 def _report(options: argparse.Namespace) -> int:

@@ -9,7 +9,6 @@ clock; no choice depends on it: the figure that counts is its loss where the sec
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -112,33 +111,17 @@ def made_up(shape: tuple[int, ...], train: int, test: int, seed: int = 0) -> Ima
 
 @dataclass(frozen=True)
 class Case:
-    """What is cleaned with what.
+    """What is cleaned, by a linear model.
 
     Attributes:
-        network, width: the inner model; see :func:`experiments.paper.networks.make`.
         decay: α; its curvature 2α joins the damping of every method.
         batch: of both levels; at most the whole part.
         passes: passes over noisy training and validation data that θ starts from (0: from its initial weights).
     """
 
-    network: networks.Network = "linear"
     batch: int = 1000
     decay: float = 1e-3
     passes: int = 2
-    width: int | None = None
-
-
-@dataclass(frozen=True)
-class Budget:
-    """How long a run goes on: seconds of its clock, and the most outer steps."""
-
-    seconds: float
-    steps: int = 1_000_000
-    looks: int = 10
-
-    def share(self, part: float) -> Budget:
-        """A part of it."""
-        return Budget(self.seconds * part, max(1, math.ceil(self.steps * part)), max(2, math.ceil(self.looks * part)))
 
 
 def problem(decay: float, whole: Part | None = None) -> BilevelProblem:
@@ -178,7 +161,7 @@ def start(case: Case, split: Split, seed: int) -> nn.Module:
 
 def _trained(case: Case, split: Split, seed: int) -> nn.Module:
     """A model after ``case.passes`` over noisy training and validation data."""
-    model = networks.make(case.network, split.train[0].shape[1], seed, case.width).to(split.device)
+    model = networks.linear(split.train[0].shape[1]).to(split.device)
     if case.passes:
         pretrain(model, split, min(case.batch, 1000), seed, case.passes)
     return model
@@ -207,66 +190,38 @@ def prepare(
     seed: int,
     callbacks: Sequence[Callback] = (),
     *,
-    relative: bool = False,
     graph: bool = False,
 ) -> Run:
     """A run of one method that has taken no step yet.
 
     Args:
-        relative: whether ``outer`` of the setting is relative; see :mod:`experiments.paper.image_entries`.
         graph: record θ's own steps as a CUDA graph; :func:`experiments.paper.methods.methods` has the same for methods.
     """
     x, y = split.train
     model, weights = start(case, split, seed), SampleWeights(len(x)).to(split.device)
     count, outer_count = min(case.batch, len(x)), min(case.batch, len(split.validation[0]))
-    absolute = {**setting, "outer": trial.TINY} if relative else setting
     falling = method.name.startswith("MRBO")  # has its own rates, which fall
     sgd = None if falling else torch.optim.SGD(model.parameters(), setting["inner"], setting.get("momentum", 0.0))
-    first = [trial.RelativeStep(setting["outer"], count)] if relative else []
     index, whole = torch.arange(len(x), device=split.device), count == len(x)
     return fit(
         problem(case.decay, split.train if whole else None),
         model,
         weights,
-        method.algorithm(absolute, seed),
+        method.algorithm(setting, seed),
         index if whole else Examples(x, y, index, batch_size=count, seed=seed),
         Examples(*split.validation, batch_size=outer_count, seed=seed + 1),
         steps=0,
         inner_optimizer=sgd,
         outer_optimizer=None
         if falling
-        else torch.optim.SGD(weights.parameters(), absolute["outer"], setting.get("outer_momentum", 0.0)),
+        else torch.optim.SGD(weights.parameters(), setting["outer"], setting.get("outer_momentum", 0.0)),
         projection=Box(0.0, 1.0),
         graph=graph,
-        callbacks=[*first, *callbacks],
+        callbacks=callbacks,
         clock=trial.clock_of(split.device),
         record_failure=True,
         seed=None,
     )
-
-
-def run(
-    case: Case,
-    split: Split,
-    method: Method,
-    setting: Setting,
-    budget: Budget,
-    seed: int,
-    *,
-    test: bool,
-    relative: bool = False,
-) -> tuple[Run, list[dict[str, Any]]]:
-    """A whole run, and its looks at the beginning, at equal distances, and at the end."""
-    looks = looks_at(split, budget, test, start=True)
-    made = prepare(case, split, method, setting, seed, [looks], relative=relative)
-    made.advance(budget.steps, seconds=budget.seconds)
-    return made, looks.of(made)
-
-
-def looks_at(split: Split, budget: Budget, test: bool, **when: bool) -> trial.Looks:
-    """Looks at the second validation part and perhaps at the test part."""
-    parts = {"second": split.second} | ({"test": split.test} if test else {})
-    return trial.Looks(parts, lambda model, part: loss_and_error(model, part), times=budget.looks, **when)
 
 
 def f1(weights: Tensor, clean: Tensor) -> float:
@@ -274,51 +229,3 @@ def f1(weights: Tensor, clean: Tensor) -> float:
     kept = weights.detach() > 0.5
     right = int((kept & clean).sum())
     return 2 * right / max(1, int(kept.sum()) + int(clean.sum()))
-
-
-def warm_up(case: Case, split: Split, method: Method, setting: Setting, *, relative: bool = False) -> None:
-    """One uncounted step on a GPU, so that the first method does not pay for the libraries' start."""
-    if split.device.type == "cuda":
-        prepare(case, split, method, setting, 0, relative=relative).advance(1)
-
-
-def tuning_loss(
-    case: Case,
-    split: Split,
-    method: Method,
-    setting: Setting,
-    budget: Budget,
-    seed: int = 0,
-    *,
-    relative: bool = False,
-) -> float:
-    """The lowest loss on the second validation part; the test part is not touched."""
-    _, rows = run(case, split, method, setting, budget, seed, test=False, relative=relative)
-    return float(min(row["second_loss"] for row in rows))
-
-
-def final(
-    case: Case,
-    split: Split,
-    method: Method,
-    setting: Setting,
-    budget: Budget,
-    seed: int,
-    *,
-    relative: bool = False,
-) -> dict[str, Any]:
-    """A run with the chosen setting: its curve, and the test figures where the second validation loss is lowest."""
-    warm_up(case, split, method, setting, relative=relative)
-    made, rows = run(case, split, method, setting, budget, seed, test=True, relative=relative)
-    best = min(rows, key=lambda row: row["second_loss"])
-    first, last = (rows[1] if len(rows) > 2 else rows[0]), rows[-1]
-    steps = max(1.0, last["step"] - first["step"])
-    return {
-        "failed": made.failure is not None,
-        "best": best,
-        "lowest_test_loss": min(row["test_loss"] for row in rows),
-        "steps": last["step"],
-        "step_seconds": (last["seconds"] - first["seconds"]) / steps,
-        "f1": f1(next(made.state.hyper.parameters()), split.clean),
-        "curve": {key: [float(f"{row[key]:.5g}") for row in rows] for key in rows[0]},
-    }

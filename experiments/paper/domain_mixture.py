@@ -28,8 +28,8 @@ from experiments import records
 from experiments.paper.networks import seeded
 from experiments.paper.pretraining_data import read_task
 from experiments.paper.texts import MADE_UP
-from experiments.paper.tuning import shown
 from experiments.pieces import Lines
+from experiments.seeds import shown
 from hyperkron import losses
 from hyperkron.algorithms import AID, InnerOnly
 from hyperkron.hyper import DomainWeights

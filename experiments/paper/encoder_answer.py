@@ -6,11 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.paper.compare import mean
 from experiments.paper.encoder_page import BILEVEL, DATASETS, best_method, gaps, span, stage_steps, stage_text
 from experiments.paper.printed import printed
 from experiments.paper.recipe import Result
-from experiments.paper.tuning import Difference
+from experiments.seeds import Difference, mean
 
 FEW = 3
 """Fewer seeds than this are called few."""

@@ -35,8 +35,8 @@ from experiments.paper.encoder_cleaning import Source
 from experiments.paper.encoder_settings import Part
 from experiments.paper.recipe import Judgement, Verdict, by_cases
 from experiments.paper.text_cleaning import TextCase, TextRates, TextTrial, text_methods
-from experiments.paper.tuning import interval
 from experiments.pieces import Lines
+from experiments.seeds import interval
 from experiments.trial import Saved
 from experiments.workers import share
 from hyperkron.hypergradient import Hypergradient, cg, kfac, sama
@@ -233,6 +233,18 @@ def judgement(rows: list[dict[str, Any]], encoder: str = "MiniLM") -> Judgement:
     )
     holds = [mean - half > 0 for mean, half in spans[0].values()]
     return by_cases(holds, because, also=all(sum(values) >= 0 for values in conjugate.values()))
+
+
+PAGE = "encoder-length.md"
+
+
+def longer() -> dict[str, tuple[Judgement, str]]:
+    """The verdicts of the recorded runs by the name of the recipe, and the page that tells of them."""
+    found = {"encoder": (judgement(Lines(RESULT).rows), PAGE)}
+    mpnet = Lines(MPNET).rows
+    if any(row["method"] in METHODS for row in mpnet):  # reference lines alone say nothing
+        found["encoder-base"] = (judgement(mpnet, "MPNet"), PAGE)
+    return found
 
 
 def _over_seeds(rows: list[dict[str, Any]], dataset: str, name: str, rate: float) -> str:

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from experiments.paper import plots
-from experiments.paper.compare import mean, setting_text
 from experiments.paper.printed import printed
 from experiments.paper.recipe import Judgement, Result, Table, Verdict, by_cases
 from experiments.paper.references import KINDS
-from experiments.paper.tuning import shown
+from experiments.paper.tuning import setting_text
 from experiments.paper.visits import Visits
+from experiments.seeds import mean, shown
 from experiments.trial import MEASURED
 
 BILEVEL = ("SAMA", "KFAC", "KFAC-EMP", "CG", "Neumann-3", "Neumann-10")

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from experiments.paper import plots, texts
-from experiments.paper.compare import mean
 from experiments.paper.encoder_page import ROWS
 from experiments.paper.networks import seeded
 from experiments.paper.recipe import Job, Judgement, Recipe, Result, Table, by_cases
@@ -33,8 +32,8 @@ from experiments.paper.text_cleaning import (
     text_methods,
 )
 from experiments.paper.texts import MADE_UP, Corpus, Rows, TextSplit
-from experiments.paper.tuning import Difference, shown
 from experiments.paper.visits import Visits
+from experiments.seeds import Difference, mean, shown
 from experiments.trial import MEASURED, train
 from hyperkron import losses
 from hyperkron.algorithms import Updates

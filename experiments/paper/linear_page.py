@@ -1,8 +1,8 @@
 """The linear model at the paper's length: what the recorded runs say, as tables, verdicts and figures.
 
-The verdicts follow the rules of the recipes (``linear-mnist``, ``ema``, ``batch-linear``, ``ekfac-linear``), which are
-older than these runs. Figure 5 is judged by the arm ``as printed``. There is no verdict before every line that the rule
-compares has three seeds, nor where more than a fifth of the weights had not been updated at the look that counts.
+The verdicts follow the rules of :mod:`experiments.paper.linear_verdicts`, which are older than these runs. Figure 5 is
+judged by the arm ``as printed``. There is no verdict before every line that the rule compares has three seeds, nor
+where more than a fifth of the weights had not been updated at the look that counts.
 """
 
 from __future__ import annotations
@@ -13,32 +13,27 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments import records
-from experiments.paper import amortization, batch_size, moving_average, plots, references, simple_models
+from experiments.paper import linear_verdicts, plots, references
 from experiments.paper.linear_contest import ARMS, BATCHES, DECAYS, ROWS, TAUS, Contest, Line
-from experiments.paper.recipe import Judgement, Result, Verdict
-from experiments.paper.tuning import Difference, at_edge, shown
+from experiments.paper.recipe import Judgement, Verdict
+from experiments.paper.tuning import at_edge
 from experiments.paper.visits import Visits, unvisited
+from experiments.seeds import Difference, shown
 
 SEEDS = 3
 Rows = list[dict[str, Any]]
 
 
 def summary(rows: Rows) -> dict[str, Any]:
-    """The figures of a line's seeds, as :func:`experiments.paper.compare.summary` has them."""
+    """The figures of a line's seeds side by side; a run that failed has no loss."""
     fine, ms = [row for row in rows if not row["failed"]], milliseconds(rows)
     return {
         "test_loss": [None if row["failed"] else row["best"]["test_loss"] for row in rows],
         "test_error": [None if row["failed"] else row["best"]["test_error"] for row in rows],
-        "lowest_test_loss": [_lowest(row) for row in rows],
         "step_seconds": [None if ms is None else ms / 1e3],
         "curve": fine[0]["curve"] if fine else None,
         "setting": rows[0]["setting"],
     }
-
-
-def _lowest(row: Mapping[str, Any]) -> float | None:
-    numbers = [x for x in row.get("curve", {}).get("test_loss", []) if x is not None]
-    return min(numbers) if numbers and not row["failed"] else None
 
 
 def milliseconds(rows: Rows) -> float | None:
@@ -48,10 +43,9 @@ def milliseconds(rows: Rows) -> float | None:
 
 
 class Study(NamedTuple):
-    """A study: the recipe whose place it takes, the rule, and its figures from the finished runs."""
+    """A study: its rule, and its figures from the finished runs."""
 
-    recipe: str
-    verdict: Callable[[Result], Judgement]
+    verdict: Callable[[Mapping[str, Any]], Judgement]
     figures: Callable[[Contest, list[Line]], dict[str, Any]]
 
 
@@ -93,10 +87,10 @@ def _intervals(contest: Contest, lines: list[Line]) -> dict[str, Any]:
 
 
 STUDIES = {
-    "figure 5": Study("linear-mnist", simple_models.verdict, _figure_5),
-    "averages": Study("ema", moving_average.verdict, _averages),
-    "batches": Study("batch-linear", batch_size.verdict_linear, _batches),
-    "intervals": Study("ekfac-linear", amortization.verdict, _intervals),
+    "figure 5": Study(linear_verdicts.methods, _figure_5),
+    "averages": Study(linear_verdicts.averages, _averages),
+    "batches": Study(linear_verdicts.batches, _batches),
+    "intervals": Study(linear_verdicts.intervals, _intervals),
 }
 
 
@@ -104,7 +98,7 @@ def needed(contest: Contest, study: str) -> list[tuple[Line, Mapping[str, float]
     """The lines and variants that the rule of a study compares; of figure 5 the pairs, as printed."""
     lines = [line for line in contest.lines if line.study == study]
     if study == "figure 5":
-        names = {name for pair in simple_models.PAIRS for name in pair}
+        names = {name for pair in linear_verdicts.PAIRS for name in pair}
         lines = [line for line in lines if line.method in names and line.title.endswith("as printed")]
     return [(line, variant) for line in lines for variant in line.variants]
 
@@ -124,9 +118,7 @@ def judgement(study: str, contest: Contest) -> Judgement:
         return Judgement(Verdict.REFUSED, text)
     seen = [visits(row, line.title) for line, _, rows in done for row in rows if not row["failed"]]
     lines = [line for line in contest.lines if line.study == study]
-    figures = STUDIES[study].figures(contest, lines)
-    result = Result(STUDIES[study].recipe, "paper", tuple(range(1, contest.plan.seeds + 1)), figures)
-    found = STUDIES[study].verdict(result)
+    found = STUDIES[study].verdict(STUDIES[study].figures(contest, lines))
     if refused := unvisited(seen):
         return Judgement(Verdict.REFUSED, f"{refused} What was measured: {found.because}")
     return Judgement(found.verdict, f"{contest.plan.steps} outer steps, {SEEDS} seeds. {found.because}")
@@ -159,11 +151,12 @@ def _methods(contest: Contest) -> list[str]:
         lines = [line for line in contest.lines if line.study == "figure 5" and line.title.endswith(arm)]
         ran = [(line, rows) for line in lines if (rows := contest.results(line))]
         ran.sort(key=lambda pair: _mean(pair[1]))
+        ours = next((rows for line, rows in ran if line.method == "AID-KFAC"), [])
         if ran:
-            parts.append(records.markdown([arm, *COLUMNS], [[line.method, *_cells(line, rows)] for line, rows in ran]))
+            cells = [[line.method, *_cells(line, rows, ours)] for line, rows in ran]
+            parts.append(records.markdown([arm, *COLUMNS], cells))
         if absent := [line.method for line in lines if line.method not in [done.method for done, _ in ran]]:
             parts.append(f"Not run, {arm}: {', '.join(absent)}.")
-        parts += _gaps(contest, lines)
     return parts
 
 
@@ -172,38 +165,28 @@ def _mean(rows: Rows) -> float:
     return statistics.fmean(found) if len(found) == len(rows) else float("inf")
 
 
-COLUMNS = ("test loss", "error in %", "lowest test loss", "at step", "F1", "GPU ms a step", "seeds", "setting")
+COLUMNS = ("test loss", "KFAC's less it", "error in %", "at step", "F1", "GPU ms a step", "seeds", "setting")
 
 
-def _cells(line: Line, rows: Rows) -> list[str]:
-    """The cells of a line, as :data:`COLUMNS` names them."""
+def _cells(line: Line, rows: Rows, ours: Rows) -> list[str]:
+    """The cells of a line, as :data:`COLUMNS` names them; ``ours``: the runs of KFAC beside it."""
     fine = [row for row in rows if not row["failed"]]
     if not fine:
         return ["diverged", *["–"] * 6, _setting(line, rows[0]["setting"])]
     learned = line.method not in references.KINDS
+    other = line.method != "AID-KFAC" and bool(ours)
+    gap = Difference.of(summary(rows)["test_loss"], summary(ours)["test_loss"]) if other else None
     ms, unit = milliseconds(rows), 1 if learned else 10
     return [
         shown(_numbers(rows, "test_loss")),
+        "–" if gap is None else f"{gap:.3f}".partition(" (")[0],
         shown(_numbers(rows, "test_error", 100), 1),
-        shown([x for row in rows if (x := _lowest(row)) is not None]),
         f"{statistics.median(row['best']['step'] for row in fine) / unit:.0f}",
         f"{statistics.fmean(row['f1'] for row in fine):.3f}" if learned else "–",
         "–" if ms is None else f"{ms:.1f}",
         f"{len(fine)}" + (f" ({len(rows) - len(fine)} diverged)" if len(fine) < len(rows) else ""),
         _setting(line, rows[0]["setting"]),
     ]
-
-
-def _gaps(contest: Contest, lines: list[Line]) -> list[str]:
-    """KFAC's test loss less that of each other method, seed by seed."""
-    by = {line.method: contest.results(line) for line in lines}
-    ours = summary(by["AID-KFAC"])["test_loss"] if by.get("AID-KFAC") else []
-    told = [
-        f"{name} {found:.3f}"
-        for name, rows in by.items()
-        if name != "AID-KFAC" and rows and (found := Difference.of(summary(rows)["test_loss"], ours)) is not None
-    ]
-    return [f"Test loss of AID-KFAC less that of: {'; '.join(told)}."] if told else []
 
 
 def _betas(contest: Contest) -> list[str]:
@@ -237,9 +220,11 @@ def _seeds(of: Sequence[Rows]) -> str:
 def _sizes(contest: Contest) -> list[str]:
     """Figures 3 and 7."""
     rows = []
-    for line in (line for line in contest.lines if line.study == "batches"):
+    lines = [line for line in contest.lines if line.study == "batches"]
+    for line in lines:
+        beside = next(x for x in lines if x.fixed == line.fixed and x.method == "AID-KFAC")
         if found := contest.results(line):
-            rows.append([line.title, *_cells(line, found), _never(found)])
+            rows.append([line.title, *_cells(line, found, contest.results(beside)), _never(found)])
     return [records.markdown(["batches", *COLUMNS, NEVER], rows)] if rows else []
 
 

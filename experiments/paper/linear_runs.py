@@ -11,14 +11,14 @@ import gc
 import json
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from experiments import trial
 from experiments.paper import cleaning, references
-from experiments.paper.cleaning import Budget, Case, Split
+from experiments.paper.cleaning import Case, Split
 from experiments.paper.methods import Rates, methods
 from experiments.paper.tuning import Setting
 from hyperkron.training import Callback, Run
@@ -108,9 +108,8 @@ def looks(task: Task, split: Split, unit: int = 1) -> trial.Looks:
 
 def _line(task: Task, split: Split) -> Found:
     """Plain training on all rows of a reference line at once; an outer step holds ten of its steps."""
-    case, budget = Case(batch=len(split.clean) + len(split.validation[1])), Budget(math.inf, task.steps)
-    options = {"looks": looks(task, split, 10), "graph": True}
-    rows = references.train(case, split, task.name, task.setting, budget, task.seed, task.test, **options)  # type: ignore[arg-type]
+    case, name = Case(batch=len(split.clean) + len(split.validation[1])), cast(references.Kind, task.name)
+    rows = references.train(case, split, name, task.setting, task.steps, task.seed, looks(task, split, 10))
     return rows, torch.full((), 0.5, device=split.device), not math.isfinite(rows[-1]["second_loss"])
 
 

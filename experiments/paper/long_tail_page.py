@@ -11,7 +11,7 @@ from experiments.paper import costs, plots
 from experiments.paper.long_tail_training import LOSSES, METHODS
 from experiments.paper.printed import printed
 from experiments.paper.recipe import Judgement, Result, Table, Verdict, by_cases
-from experiments.paper.tuning import Difference, shown
+from experiments.seeds import Difference, shown
 
 IMBALANCES = (200, 100, 50, 20, 10)
 NEAR, CLOSE, LEAST_MOVED = 3.0, 0.5, 0.05

@@ -1,21 +1,17 @@
-"""The networks of the cleaning experiments."""
+"""Networks of several experiments, and initial weights by seed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hyperkron.cleaning.models import resnet18
 from hyperkron.cleaning.models.resnet import BasicBlock, ResNet
-from hyperkron.solution import HyperkronError
 
 Made = TypeVar("Made", bound=nn.Module)
-Network = Literal["linear", "cnn", "resnet18", "tiny"]
-"""``linear``: 784 → 10; ``cnn``: three convolutions; ``resnet18``: CIFAR's; ``tiny``: a small ResNet for smoke runs."""
 
 
 def cnn(classes: int = 10, width: int = 32) -> nn.Sequential:
@@ -70,25 +66,14 @@ def seeded(make: Callable[[], Made], seed: int, device: torch.device | str = "cp
         return make().to(device)
 
 
-def make(network: Network, features: int, seed: int, width: int | None = None) -> nn.Module:
-    """A network with the initial weights of ``seed``; those of ``linear`` are zero.
+def linear(features: int, classes: int = 10) -> nn.Linear:
+    """A linear model whose parameters are zero.
 
-    Args:
-        network: which.
-        features: inputs of ``linear``.
-        seed: of the initial weights; torch's own random state is left as it was.
-        width: channels of the first layers; ``None`` for the usual number.
+    Example:
+        >>> float(linear(3).weight.abs().sum())
+        0.0
     """
-    makers: dict[str, Callable[[], nn.Module]] = {
-        "linear": lambda: nn.Linear(features, 10),
-        "cnn": lambda: cnn(width=width or 32),
-        "resnet18": lambda: resnet18(width=width or 64),
-        "tiny": lambda: resnet18(width=width or 4),
-    }
-    if network not in makers:
-        raise HyperkronError(f"network={network!r} is unknown; choose one of {', '.join(makers)}.")
-    model = seeded(makers[network], seed)
-    if isinstance(model, nn.Linear):
-        nn.init.zeros_(model.weight)
-        nn.init.zeros_(model.bias)
+    model = nn.Linear(features, classes)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
     return model

@@ -1,45 +1,37 @@
-"""Every table and figure of the paper: what it printed, what we found, and a plain verdict.
+"""Every table and figure of the paper, with a plain verdict and a link to what it rests on.
 
-``paper.md`` has a screen for each; ``paper/NAME.md`` is the whole record of one; ``paper.html`` has all in one file.
+``paper.md`` has a paragraph for each; ``paper/NAME.md`` is the whole record of a recipe.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 
 from experiments import records
 from experiments.paper import budget
 from experiments.paper.budget import Missing
-from experiments.paper.longer import Longer
+from experiments.paper.long_runs import Program
 from experiments.paper.recipe import SCALES, Judgement, Recipe, Result, Table, Verdict
 from experiments.paper.visits import Visits
-from hyperkron.solution import HyperkronError
 
 TITLE = "The paper, reproduced"
 INTRODUCTION = (
     "Every table and figure of Liao, Dangel & Yu, “Efficient bilevel optimization with KFAC-based hypergradients” "
-    "(AISTATS 2026), with the printed number beside ours. A verdict follows a rule that is part of the recipe and is "
-    "printed with it. Results are JSON files with the command, seeds, hardware and versions that made them. All "
-    "methods of a comparison have the same parameters, batches, seeds and time; each is tuned over its own grid with "
-    "the same number of trials, on a second validation part; the test loss that counts is the one where the second "
-    "validation loss is lowest. ± is half a 95 % interval over seeds. Where a result names the command "
-    "`hyperkron paper`, it is `python -m experiments.paper` today. Where there are runs of the paper's own length, "
-    "their verdict counts, and the shorter runs are in the record. Where weights of examples are learned, a verdict "
-    "needs runs of at least 1000 outer steps. GPU minutes are those of one NVIDIA H200: spent on all recorded runs of "
-    "the row, and missing for a verdict by the measured time of a step."
+    "(AISTATS 2026). A verdict follows a rule that is part of the experiment; the page behind each link prints it, "
+    "with the printed numbers beside ours and how the set-up differs. All methods of a comparison have the same "
+    "parameters, batches and seeds; each is tuned over its own grid on a second validation part, and the test figure "
+    "that counts is the one where that part is best. ± is half a 95 % interval over seeds. Where weights of examples "
+    "are learned, a verdict needs runs of 1000 outer steps, or as many updates of a weight. GPU minutes are those of "
+    "one NVIDIA H200: spent on all recorded runs of the row, and missing for a verdict by the measured time of a "
+    "step."
 )
-ROWS = 12
-"""Rows of a table on the short page."""
-ANSWERS = 2
-"""Sentences of an answer on the short page."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """What the page says about one recipe.
+    """What the page says about one table or figure.
 
     Attributes:
         judgement: that counts: of the runs of the paper's length, where there are any.
@@ -81,17 +73,29 @@ def best(of: Mapping[str, Result] | None) -> Result | None:
     return next((of[scale] for scale in reversed(SCALES) if scale in of), None) if of else None
 
 
+def of_program(program: Program) -> Section:
+    """The section of a program."""
+    return Section(
+        program.title,
+        program.place,
+        program.judge(),
+        longer=program.page,
+        rule=program.rule,
+        spent="with Figure 2" if program.spent is None else budget.rounded(program.spent()),
+    )
+
+
 def section(
     recipe: Recipe,
     result: Result | None,
     figures: Path,
-    longer: Longer | None = None,
+    longer: tuple[Judgement, str] | None = None,
     missing: Missing | None = None,
 ) -> Section:
     """The section of a recipe, with its figures drawn into ``figures``.
 
     Args:
-        longer: what its long runs found.
+        longer: the verdict of its runs of the paper's length, which is the one that counts, and their page.
         missing: GPU minutes that a verdict needs; shown where there is none.
     """
     shown = result if result is not None and result.scale in recipe.judged else None
@@ -100,13 +104,13 @@ def section(
         figures.mkdir(parents=True, exist_ok=True)
         paths = recipe.plot(shown, figures)
     own = recipe.judge(result)
-    counts = own if longer is None else longer.judgement
+    counts, page = (own, "") if longer is None else longer
     return Section(
         recipe.title,
         recipe.place,
         counts,
         shorter=None if longer is None else own,
-        longer="" if longer is None else longer.page,
+        longer=page,
         rule=" ".join((recipe.verdict.__doc__ or "").split()),
         note=recipe.note,
         made=_made(result),
@@ -152,18 +156,13 @@ def _made(result: Result | None) -> str:
 
 
 def markdown(sections: Sequence[Section]) -> str:
-    """The short page: a screen for each section, the rest behind a link."""
+    """The short page: the verdicts at a glance, then a paragraph and links for each."""
     lines = [f"# {TITLE}", "", INTRODUCTION, "", records.markdown(OVERVIEW, _overview(sections)), ""]
     for x in sections:
-        lines += [f"## {x.place}: {x.title}", "", _verdict(x), ""]
-        if x.longer:
-            lines += [f"[Table, figure and command]({x.longer}); {_link(x, 'the record of the shorter runs')}.", ""]
-            continue
-        lines += [*(f"- {text}" for text in x.answer[:ANSWERS]), *([""] if x.answer else [])]
-        lines += _first_table(x.tables)
-        lines += [line for path in x.figures[:1] for line in (f"![{x.title}]({path})", "")]
+        links = [f"[Tables, rule and command]({x.longer})"] if x.longer else []
         if x.anchor:
-            lines += [_link(x, "The record") + ": the rule, how ours differs, every table, and the command.", ""]
+            links.append(_link(x, "the record of shorter runs" if x.longer else "The record"))
+        lines += [f"## {x.place}: {x.title}", "", f"{_verdict(x)} {'; '.join(links)}.", ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -184,19 +183,11 @@ def record(x: Section) -> str:
 
 def _verdict(x: Section) -> str:
     needs = "" if x.missing is None else f" {x.missing}"
-    return f"**{_capital(x.judgement.verdict.value)}.** {x.judgement.because}{needs}"
+    return f"**{x.judgement.verdict.value.capitalize()}.** {x.judgement.because}{needs}"
 
 
 def _link(x: Section, words: str) -> str:
     return f"[{words}](paper/{x.anchor}.md)"
-
-
-def _first_table(tables: Sequence[Table]) -> list[str]:
-    if not tables:
-        return []
-    table, more = tables[0], len(tables[0].rows) - ROWS
-    lines = [f"{table.title}:", "", records.markdown(table.columns, table.rows[:ROWS]), ""]
-    return [*lines, f"{more} more rows are in the record.", ""] if more > 0 else lines
 
 
 OVERVIEW = ("where", "what", "verdict", "GPU minutes spent", "missing for a verdict")
@@ -209,33 +200,14 @@ def _overview(sections: Sequence[Section]) -> list[tuple[str, ...]]:
 def _needs(x: Section) -> str:
     if x.missing is None:
         return "on its page" if x.judgement.verdict is Verdict.REFUSED else "–"
-    return f"about {budget.rounded(x.missing.minutes)}" + ("" if x.missing.unit == "GPU-minutes" else " (CPU)")
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
-
-
-def html(sections: Sequence[Section]) -> str:
-    """The page as HTML."""
-    try:
-        from jinja2 import Environment
-    except ImportError as error:
-        raise HyperkronError("the page in HTML needs jinja2; pip install 'hyperkron[report]'.") from error
-    template = (files("experiments.paper") / "page.html").read_text("utf-8")
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    kinds = dict.fromkeys(Verdict, "none")
-    kinds |= {Verdict.REPRODUCED: "yes", Verdict.TREND: "trend", Verdict.FAILED: "no"}
-    return environment.from_string(template).render(
-        title=TITLE, introduction=INTRODUCTION, sections=sections, kinds=kinds, capital=_capital, needs=_needs
-    )
+    return f"about {budget.rounded(x.missing.minutes)}"
 
 
 def write(sections: Sequence[Section], out: str | Path) -> list[Path]:
-    """Write ``paper.md``, ``paper.html`` and the records ``paper/NAME.md`` into ``out``."""
+    """Write ``paper.md`` and the records ``paper/NAME.md`` into ``out``."""
     folder = Path(out)
     (folder / "paper").mkdir(parents=True, exist_ok=True)
-    made = {folder / "paper.md": markdown(sections), folder / "paper.html": html(sections)}
+    made = {folder / "paper.md": markdown(sections)}
     made |= {folder / "paper" / f"{x.anchor}.md": record(x) for x in sections if x.anchor}
     for path, text in made.items():
         path.write_text(text, "utf-8")

@@ -30,8 +30,9 @@ from experiments.paper import poisoning_attacks as attacks
 from experiments.paper.poisoning_attacks import Poison
 from experiments.paper.poisoning_page import NETWORKS
 from experiments.paper.recipe import Result
-from experiments.paper.tuning import Setting, shown
+from experiments.paper.tuning import Setting
 from experiments.pieces import Lines
+from experiments.seeds import shown
 from experiments.workers import share
 
 METHODS = ("clean", *poisoning.DECISIVE)

@@ -10,12 +10,11 @@ from typing import Any
 
 from experiments import records
 from experiments.paper import costs
-from experiments.paper.compare import known, mean
 from experiments.paper.costs import FOLLOWER
 from experiments.paper.printed import printed
 from experiments.paper.recipe import Judgement, Result, Table, Verdict, by_cases
-from experiments.paper.tuning import Difference, interval, shown
 from experiments.pieces import Lines
+from experiments.seeds import Difference, interval, known, mean, shown
 
 COLUMNS = {
     "label flip": "label_flip_drop",

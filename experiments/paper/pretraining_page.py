@@ -8,7 +8,7 @@ from typing import Any
 from experiments.paper import costs
 from experiments.paper.printed import printed
 from experiments.paper.recipe import Judgement, Result, Table, Verdict, by_cases
-from experiments.paper.tuning import Difference, shown
+from experiments.seeds import Difference, shown
 
 TASKS = {
     "chemprot": "ChemProt (micro)",

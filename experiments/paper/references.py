@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, get_args
 
 import torch
@@ -11,9 +11,8 @@ from torch import Tensor
 
 from experiments import trial
 from experiments.paper import cleaning
-from experiments.paper.cleaning import Budget, Case, Part, Split
-from experiments.paper.recipe import Job
-from experiments.paper.tuning import Grid, Search, Setting, settings_of, tune
+from experiments.paper.cleaning import Case, Part, Split
+from experiments.paper.tuning import Setting
 from hyperkron import losses
 from hyperkron.solution import HyperkronError
 
@@ -42,36 +41,26 @@ def rows_of(split: Split, kind: Kind) -> Part:
 
 
 def train(
-    case: Case,
-    split: Split,
-    kind: Kind,
-    setting: Setting,
-    budget: Budget,
-    seed: int,
-    test: bool,
-    *,
-    looks: trial.Looks | None = None,
-    graph: bool = False,
+    case: Case, split: Split, kind: Kind, setting: Setting, steps: int, seed: int, looks: trial.Looks
 ) -> list[dict[str, Any]]:
-    """Plain SGD with the decay of the inner problem, looked at as the methods are unless ``looks`` says otherwise.
+    """Plain SGD for ``steps`` outer steps of ten with the decay of the inner problem; what ``looks`` has seen.
 
-    A batch of all rows is not copied. ``graph`` is that of ``hk.fit``.
+    A batch of all rows is not copied. Steps are recorded as a CUDA graph.
     """
     x, y = rows_of(split, kind)
     whole = case.batch >= len(x)
-    model = cleaning.start(Case(case.network, case.batch, case.decay, 0, case.width), split, seed)
-    looks = looks or cleaning.looks_at(split, budget, test)
+    model = cleaning.start(Case(case.batch, case.decay, 0), split, seed)
     run = trial.train(
         model,
         lambda m, i: losses.cross_entropy(m(x), y) if whole else losses.cross_entropy(m(x[i]), y[i]),
         torch.zeros(1, device=x.device) if whole else _shuffled(len(x), case.batch, seed, x.device),
         torch.optim.SGD(model.parameters(), setting["inner"], setting["momentum"], weight_decay=2 * case.decay),
-        10 * budget.steps,  # an outer step holds ten inner ones
-        seconds=budget.seconds,
+        10 * steps,
+        seconds=math.inf,
         callbacks=[looks],
         clock=trial.clock_of(x.device),
         record_failure=True,
-        graph=graph,
+        graph=True,
     )
     return looks.of(run)
 
@@ -86,35 +75,3 @@ def _shuffled(count: int, batch: int, seed: int, device: torch.device) -> Callab
 
     rows = forever()
     return lambda: next(rows)
-
-
-def references(
-    job: Job, case: Case, splits: Mapping[int, Split], grid: Grid, search: Search, budget: Budget
-) -> dict[str, list[dict[str, Any]]]:
-    """For each kind the test figures of every seed, where its second validation loss is lowest.
-
-    The step size and momentum of each are tuned as those of the methods are, with at most as many trials.
-
-    Args:
-        job: its seeds are run.
-        splits: by seed; that of seed 0 is for tuning.
-        grid: with ``inner`` and ``momentum``.
-    """
-    count = math.prod(len(values) for values in grid.values())
-    trials = Search(min(search.trials, count), min(search.kept, count), search.short)
-    settings_of(grid, trials.trials)
-    found: dict[str, list[dict[str, Any]]] = {}
-    for kind in KINDS:
-
-        def score(setting: Setting, share: float, kind: Kind = kind) -> float:
-            rows = train(case, splits[0], kind, setting, budget.share(share), 0, test=False)
-            return min(row["second_loss"] for row in rows)
-
-        setting = tune(job, ["reference", kind], grid, trials, score).setting
-
-        def one(seed: int, kind: Kind = kind, setting: Setting = setting) -> dict[str, Any]:
-            rows = train(case, splits[seed], kind, setting, budget, seed, test=True)
-            return {"best": min(rows, key=lambda row: row["second_loss"])}
-
-        found[kind] = [job.cell(["reference", kind, seed], lambda s=seed: one(s)) for seed in job.seeds]  # type: ignore[misc]
-    return found

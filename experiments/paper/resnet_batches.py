@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from experiments import records
-from experiments.paper.compare import clearly_below
 from experiments.paper.image_contest import OWN, Contest, plan_of, result_of
 from experiments.paper.recipe import Judgement, Verdict, by_cases
 from experiments.paper.resnet_length_page import cells_of, judged, losses, refused
-from experiments.paper.tuning import Difference
 from experiments.paper.visits import MOST
 from experiments.pieces import Lines
+from experiments.seeds import Difference, clearly_below
 
 SIZES = (250, 500, 1250, 2500, 5000)
 """Of batches, which divide all parts; the printed ones are 256, 512, 1024, 2048 and 5000. With 1000 in place of 1250
@@ -50,20 +49,11 @@ def by_size() -> dict[int, Contest]:
 
 def table(contests: Mapping[int, Contest]) -> str:
     """KFAC and CG-3 by size of batches."""
-    head = [
-        "rows of a batch",
-        "method",
-        "seeds",
-        "test loss",
-        "error in %",
-        "at step",
-        "visits then",
-        "not updated then",
-    ]
+    columns = ("test loss", "KFAC's less it", "error in %", "at step", "visits then", "not updated then", "seeds")
     lines = []
     for size, contest in contests.items():
         for name in ("AID-KFAC", "AID-CG-3"):
-            if rows := [row for row in contest.results(name) if not row["failed"]]:
+            if any(not row["failed"] for row in contest.results(name)):
                 cells = cells_of(contest, name, OWN, {})
-                lines.append([str(size), name, str(len(rows)), *cells[:5]])
-    return records.markdown(head, lines)
+                lines.append([str(size), name, *(cells[column] for column in columns)])
+    return records.markdown(["rows of a batch", "method", *columns], lines)

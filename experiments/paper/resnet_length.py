@@ -186,7 +186,9 @@ def main(arguments: list[str] | None = None) -> None:
     timed, recorded = times_of(options.network), result_of(options.batch, options.network)
     lines = Lines(options.out or (timed if options.times else recorded))
     alone = options.alone = {row["method"]: options.batch / usual * row["mean"] for row in Lines(timed).rows}
-    if recorded != RESULT:
+    if options.smoke:
+        options.checkpoints = None
+    elif recorded != RESULT:
         options.checkpoints /= recorded.stem
 
     def contest() -> Contest:

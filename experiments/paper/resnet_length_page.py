@@ -9,7 +9,6 @@ from typing import Any
 
 from experiments import records
 from experiments.paper import plots, references
-from experiments.paper.compare import clearly_below
 from experiments.paper.image_contest import (
     ABSOLUTE,
     ARMS,
@@ -26,11 +25,12 @@ from experiments.paper.image_contest import (
     result_of,
     times_of,
 )
+from experiments.paper.printed import printed
 from experiments.paper.recipe import Judgement, Verdict, by_cases
 from experiments.paper.resnet_runs import Network, Size
-from experiments.paper.tuning import Difference, shown
 from experiments.paper.visits import MOST, Visits
 from experiments.pieces import Lines
+from experiments.seeds import Difference, clearly_below, shown
 from experiments.trial import MEASURED
 
 PAIRS = (("AID-CG-3", "AID-KFAC"), ("AmIGO", "AID-KFAC"), ("MRBO", "MRBO-KFAC"))
@@ -136,7 +136,7 @@ def verdict_amortized(contest: Contest, times: Times) -> Judgement:
     more than 20 % of the weights had not been updated, as above.
     """
     found = judged(contest)
-    pairs = {tau: (f"AID-EKFAC-τ{tau}", "AID-KFAC" if tau == 1 else f"AID-KFAC-τ{tau}") for tau in (1, 5, 10, 50)}
+    pairs = {tau: _at_interval(tau)[::-1] for tau in (1, 5, 10, 50)}
     if short := refused(found, [name for pair in pairs.values() for name in pair]):
         return Judgement(Verdict.REFUSED, _unvisited(short))
     ran = {tau: pair for tau, pair in pairs.items() if all(name in found for name in pair)}
@@ -159,7 +159,7 @@ def tables(contest: Contest, times: Rows, network: Network = "resnet18") -> str:
     if not contest.done:
         return ""
     parts = [f"{place}: **{x.verdict.value}**. {x.because}" for place, x in verdicts(contest, known, network).items()]
-    parts += [*_runs(contest, known), *_inners(contest)]
+    parts += [*_runs(contest, known), _printed(contest), *_inners(contest)]
     if contest.plan.rate:
         earlier = _at(contest, EARLIER)
         found = [*_runs(earlier, known), _rates(earlier)]
@@ -171,10 +171,26 @@ def tables(contest: Contest, times: Rows, network: Network = "resnet18") -> str:
     return "\n\n".join(part for part in [*parts, _rates(contest)] if part)
 
 
+def _printed(contest: Contest) -> str:
+    """Table 2: the printed losses beside ours."""
+    rows = []
+    for tau, *values in printed("table_amortization_resnet18")["rows"]:
+        ours = [contest.results(name) for name in _at_interval(tau)]
+        cells = [shown([x for x in losses(of) if x is not None]) for of in ours]
+        rows.append([str(tau), *(cell for pair in zip(map(str, values[:2]), cells, strict=True) for cell in pair)])
+    head = ["τ", "KFAC's loss, printed", "ours", "EKFAC's loss, printed", "ours"]
+    return records.markdown(head, rows) if any(row[4] != "–" for row in rows) else ""
+
+
+def _at_interval(tau: int) -> tuple[str, str]:
+    """KFAC and EKFAC whose curvature serves τ steps."""
+    return "AID-KFAC" if tau == 1 else f"AID-KFAC-τ{tau}", f"AID-EKFAC-τ{tau}"
+
+
 def _runs(contest: Contest, times: Times) -> list[str]:
-    """The results of all winners for each arm, their differences, and lines cut short."""
+    """The results of all winners for each arm, and lines cut short."""
     parts = [table for arm in ARMS if (table := _arm(contest, arm, times))]
-    return [*parts, *gaps(contest), *_cut_short(contest)]
+    return [*parts, *_cut_short(contest)]
 
 
 EARLIER = Plan(inner=0.05, rate=0.0)
@@ -187,42 +203,25 @@ def _at(contest: Contest, plan: Plan) -> Contest:
 
 
 def _inners(contest: Contest) -> list[str]:
-    """Runs with seed 0 by the step size of θ."""
+    """Runs with seed 0 by the step size of θ, where several were run."""
     plans = (LENGTHS["resnet18"]._replace(inner=inner) for inner in (0.1, 0.01, 0.001))
     contests = [_at(contest, plan) for plan in (EARLIER, *plans)]
     names = ("AID-KFAC", "AID-CG-3", "AID-identity", "trusted + noisy")
     rows = [found[0] for of in contests for name in names if (found := of.results(name)) and not found[0]["failed"]]
-    if not rows:
+    if len({row["setting"]["inner"] for row in rows}) < 2:
         return []
     head = ["θ's step size", "method", "test loss", "error in %", "at step", "visits then", "not updated then"]
-    head += ["loss, second half", "error in %, second half", "weights right / wrong"]
+    head += ["loss, second half", "weights right / wrong"]
     lines = []
     for row in rows:
         seen, learned = visits(row), "f1" in row
         then = [f"{seen.mean:.1f}", f"{seen.never:.0%}"] if learned else ["–", "–"]
         cells = [f"{row['setting']['inner']:g}", row["method"], f"{row['best']['test_loss']:.3f}"]
         cells += [f"{100 * row['best']['test_error']:.1f}", f"{row['best']['step']}", *then]
-        cells += [f"{second_half(row, 'test_loss'):.2f}", f"{100 * second_half(row, 'test_error'):.1f}"]
+        cells.append(f"{second_half(row, 'test_loss'):.2f}")
         cells.append(f"{row['mean_right']:.2f} / {row['mean_wrong']:.2f}" if learned else "–")
         lines.append(cells)
     return [records.markdown(head, lines)]
-
-
-def gaps(contest: Contest) -> list[str]:
-    """KFAC's test loss less that of each other method with all seeds, seed by seed."""
-    found = judged(contest)
-    ours = found.pop("AID-KFAC", [])
-    lines = [
-        f"KFAC's test loss less that of {name}: {Difference.of(losses(rows), losses(ours)):.3f} at the look that "
-        f"counts, {Difference.of(_halves(rows), _halves(ours)):.3f} in the second half."
-        for name, rows in found.items()
-        if ours and not any(row["failed"] for row in [*ours, *rows])
-    ]
-    return ["\n".join(lines)] if lines else []
-
-
-def _halves(rows: Rows) -> list[float]:
-    return [second_half(row, "test_loss") for row in rows]
 
 
 def _cut_short(contest: Contest) -> list[str]:
@@ -258,9 +257,8 @@ def judgement(
 
 
 COLUMNS = (
-    *("test loss", "error in %", "at step", "visits then", "not updated then", "lowest test loss"),
-    *("loss, second half", "error in %, second half", "weights right / wrong", "F1", "visits", "ms a step", "seeds"),
-    "setting",
+    *("test loss", "KFAC's less it", "error in %", "at step", "visits then", "not updated then", "loss, second half"),
+    *("weights right / wrong", "ms a step", "seeds", "setting"),
 )
 
 
@@ -275,33 +273,40 @@ def _arm(contest: Contest, arm: str, times: Times) -> str:
     if not names or (arm == PRINTED and not any("absolute" in x["setting"] for x in contest.done.values())):
         return ""
     order = sorted(names, key=lambda name: _mean(losses(contest.results(name, arm))))
-    return records.markdown([arm, *COLUMNS], [[name, *cells_of(contest, name, arm, times)] for name in order])
+    rows = [{"method": name, **cells_of(contest, name, arm, times)} for name in order]
+    return records.markdown([arm, *COLUMNS], [list(row.values()) for row in rows])
 
 
-def cells_of(contest: Contest, name: str, arm: str, times: Times) -> list[str]:
+def cells_of(contest: Contest, name: str, arm: str, times: Times) -> dict[str, str]:
     """What :data:`COLUMNS` say of a method, over its seeds."""
     rows = contest.results(name, arm)
     fine = [row for row in rows if not row["failed"]]
+    setting = _setting(rows[0]["setting"], name, arm, contest)
     if not fine:
-        return ["diverged", *["–"] * (len(COLUMNS) - 2), _setting(rows[0]["setting"], name, arm, contest)]
-    middle = [visits(row) for row in fine]
-    mean = {x: statistics.fmean(row.get(x, 0.0) for row in fine) for x in ("f1", "mean_right", "mean_wrong", "visits")}
-    weights = [f"{mean['mean_right']:.2f} / {mean['mean_wrong']:.2f}", f"{mean['f1']:.2f}", f"{mean['visits']:.1f}"]
-    seen = [f"{statistics.fmean(x.mean for x in middle):.1f}", f"{statistics.fmean(x.never for x in middle):.0%}"]
-    learned = "f1" in fine[0]
-    return [
+        return dict.fromkeys(COLUMNS, "–") | {"test loss": "diverged", "setting": setting}
+    learned, middle = "f1" in fine[0], [visits(row) for row in fine]
+    mean = {x: statistics.fmean(row.get(x, 0.0) for row in fine) for x in ("mean_right", "mean_wrong")}
+    seen = f"{statistics.fmean(x.mean for x in middle):.1f}", f"{statistics.fmean(x.never for x in middle):.0%}"
+    cells = (
         shown([row["best"]["test_loss"] for row in fine]),
+        _gap(contest, name, arm),
         shown([100 * row["best"]["test_error"] for row in fine], 1),
         f"{statistics.median(row['best']['step'] for row in fine):.0f}",
-        *(seen if learned else ["–"] * 2),
-        shown([min(x for x in row["curve"]["test_loss"] if x is not None) for row in fine]),
+        *(seen if learned else ("–", "–")),
         shown([second_half(row, "test_loss") for row in fine], 2),
-        shown([100 * second_half(row, "test_error") for row in fine], 1),
-        *(weights if learned else ["–"] * 3),
+        f"{mean['mean_right']:.2f} / {mean['mean_wrong']:.2f}" if learned else "–",
         f"{times[name]:.0f}" if name in times else "–",
         f"{len(fine)}" + (f" ({len(rows) - len(fine)} diverged)" if len(fine) < len(rows) else ""),
-        _setting(rows[0]["setting"], name, arm, contest),
-    ]
+        setting,
+    )
+    return dict(zip(COLUMNS, cells, strict=True))
+
+
+def _gap(contest: Contest, name: str, arm: str) -> str:
+    """KFAC's test loss less that of a method, seed by seed."""
+    ours, theirs = (contest.results(x, arm) for x in ("AID-KFAC", name))
+    gap = None if name == "AID-KFAC" else Difference.of(losses(theirs), losses(ours))
+    return "–" if gap is None else f"{gap:.3f}".partition(" (")[0]
 
 
 def _setting(setting: Mapping[str, float], name: str, arm: str, contest: Contest) -> str:

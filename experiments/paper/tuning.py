@@ -6,8 +6,7 @@ Test data are not seen here. A trial gets its place in the cell cache, so that a
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -125,78 +124,22 @@ def beyond(best: float, tried: Sequence[float], values: Sequence[float]) -> floa
     return values[place - 1] if best == min(tried) and place > 0 else None
 
 
-# 97.5 % points of Student's t by degrees of freedom
-_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+def setting_text(
+    setting: Mapping[str, float], edge: Collection[str] = (), rates: Mapping[str, Any] | None = None
+) -> str:
+    """A chosen setting in a table, and which of its values are at an edge of their grid.
 
-
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and half the width of its 95 % interval (Student's t); the half-width of a single value is NaN.
-
-    Example:
-        >>> tuple(round(x, 3) for x in interval([1.0, 2.0, 3.0]))
-        (2.0, 2.484)
-    """
-    mean = statistics.fmean(values)
-    if len(values) < 2:
-        return mean, math.nan
-    t = _STUDENT[len(values) - 2] if len(values) - 2 < len(_STUDENT) else 1.96
-    return mean, t * statistics.stdev(values) / math.sqrt(len(values))
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A figure less another, seed by seed: the mean, half of its 95 % interval, and the number of seeds.
+    Args:
+        edge: names that are at an edge.
+        rates: the values of every grid, for results that did not count an edge of a grid of two values.
 
     Example:
-        >>> str(Difference.of([60.0, 61.0], [61.0, 62.5])), f"{Difference.of([60.0], [61.0]):.2f}"
-        ('+1.2 ± 3.2 (2 seeds)', '+1.00 (1 seed)')
+        >>> setting_text({"inner": 0.1, "outer": 100.0}, ["outer"])
+        'inner 0.1, outer 100 (at an edge: outer)'
+        >>> setting_text({"inner": 0.1, "outer": 1.0}, rates={"inner": (0.1,), "outer": (1.0, 2.0)})
+        'inner 0.1, outer 1 (at an edge: outer)'
     """
-
-    mean: float
-    half: float
-    seeds: int
-
-    @staticmethod
-    def of(before: Sequence[float | None], after: Sequence[float | None]) -> Difference | None:
-        """``after`` less ``before``, over the seeds that both have; ``None`` where there is none."""
-        values = [b - a for a, b in zip(before, after, strict=False) if a is not None and b is not None]
-        return Difference(*interval(values), len(values)) if values else None
-
-    @property
-    def sign(self) -> int:
-        """1 or −1 where the whole interval is above or below zero, else 0; one seed decides nothing."""
-        if math.isnan(self.half) or abs(self.mean) <= self.half:
-            return 0
-        return 1 if self.mean > 0 else -1
-
-    def vague(self, wanted: float, close: float) -> bool:
-        """Whether it cannot tell: one seed, or an interval that holds 0 and ``wanted``, wider than ± that and ± close.
-
-        Example:
-            >>> [Difference(mean, half, 3).vague(1.0, 0.5) for mean, half in ((0.0, 3.0), (9.0, 3.0), (2.0, 1.5))]
-            [True, False, False]
-        """
-        wide = self.half > max(close, abs(wanted)) and abs(self.mean - wanted) <= self.half
-        return math.isnan(self.half) or (wide and not self.sign)
-
-    def __format__(self, spec: str) -> str:
-        """Its numbers formatted by ``spec``, one digit where there is none."""
-        spec = spec or ".1f"
-        half = "" if math.isnan(self.half) else f" ± {self.half:{spec}}"
-        return f"{self.mean:+{spec}}{half} ({self.seeds} seed{'s' * (self.seeds > 1)})"
-
-    def __str__(self) -> str:
-        return format(self)
-
-
-def shown(values: Sequence[float], digits: int = 3) -> str:
-    """Mean ± half-width as text, or the value alone where there is one.
-
-    Example:
-        >>> shown([1.0, 2.0, 3.0]), shown([0.5])
-        ('2.000 ± 2.484', '0.500')
-    """
-    if not values:
-        return "–"
-    mean, half = interval(values)
-    return f"{mean:.{digits}f}" if math.isnan(half) else f"{mean:.{digits}f} ± {half:.{digits}f}"
+    grid = {name: values for name, values in (rates or {}).items() if name in setting}
+    found = {*edge, *at_edge(dict(setting), grid)}
+    text = ", ".join(f"{name} {value:g}" for name, value in setting.items())
+    return text + (f" (at an edge: {', '.join(name for name in setting if name in found)})" if found else "")

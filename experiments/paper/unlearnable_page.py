@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from experiments.paper import costs, plots
-from experiments.paper.compare import clearly_below
 from experiments.paper.printed import printed
 from experiments.paper.recipe import Judgement, Result, Table, Verdict, by_cases
-from experiments.paper.tuning import shown
 from experiments.paper.unlearnable_networks import published
+from experiments.seeds import clearly_below, shown
 
 LARGE, SMALL = 25, 8
 """ε in 1/255: the paper's, and the usual one."""

@@ -27,8 +27,8 @@ from torch import nn
 
 import hyperkron as hk
 from experiments import records
-from experiments.paper.tuning import interval
 from experiments.pieces import Lines
+from experiments.seeds import interval
 from experiments.which_method.methods import INNER, METHODS, exact
 from experiments.which_method.problems import PROBLEMS, RATE, Digits, Rows, Task, digits, network
 from experiments.workers import share

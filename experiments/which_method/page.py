@@ -14,8 +14,8 @@ from typing import Any
 
 from experiments import records
 from experiments.paper import plots
-from experiments.paper.tuning import Difference, interval
 from experiments.pieces import Lines
+from experiments.seeds import Difference, interval
 from experiments.which_method.compare import RATES, RESULT, Map
 from experiments.which_method.methods import METHODS
 from experiments.which_method.problems import PROBLEMS

@@ -17,8 +17,8 @@ from experiments.paper.linear_contest import BATCHES, NAMES, ROWS, STUDIES, Cont
 from experiments.paper.linear_runs import Task, key
 from experiments.paper.methods import Rates, methods
 from experiments.paper.recipe import Verdict
-from experiments.paper.tuning import Difference
 from experiments.pieces import Lines
+from experiments.seeds import Difference
 
 LINES = {(line.study, line.title): line for study in STUDIES.values() for line in study(ROWS)}
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from experiments import paper
-from experiments.paper import budget, encoder_length, image_contest, linear_contest, page, resnet_length_page
-from experiments.paper.longer import longer
+from experiments.paper import budget, encoder_length, image_contest, linear_contest, long_runs, page
 from experiments.paper.recipe import Result, Verdict
 from experiments.paper.visits import refusal
 from experiments.pieces import Lines
@@ -17,23 +16,17 @@ from experiments.pieces import Lines
 SHOWN = {name: page.best(of) for name, of in page.results([paper.RESULTS]).items()}
 
 
-def test_minutes_are_steps_times_the_time_of_a_step() -> None:
-    assert budget.minutes({65.0: 3000, 80.0: 3000}) == pytest.approx(7.25)
-    assert str(budget.Missing(7.25, "two lines")) == "Missing for a verdict: about 7.2 GPU-minutes (two lines)."
-
-
 def test_every_row_of_part_one_without_a_verdict_says_what_is_missing() -> None:
     """Tables 3 to 6, part two of the paper, say it on their own pages."""
-    results = {name: x for name, x in SHOWN.items() if x is not None}
-    missing, long = budget.missing(results), longer()
-    part_two = {"long-tail", "pretraining", "poisoning", "unlearnable"}
+    longer, part_two = encoder_length.longer(), {"long-tail", "pretraining", "poisoning", "unlearnable"}
     for name, recipe in paper.recipes().items():
-        found = long[name].judgement if name in long else recipe.judge(results.get(name))
-        assert (found.verdict is not Verdict.REFUSED) or name in part_two or missing[name].minutes > 0, name
+        found = longer[name][0] if name in longer else recipe.judge(SHOWN.get(name))
+        assert found.verdict is not Verdict.REFUSED or name in {*part_two, "encoder-base"}, name
+    assert all(program.judge().verdict is not Verdict.REFUSED for program in paper.programs().values())
 
 
 def test_no_verdict_of_part_one_rests_on_short_runs() -> None:
-    long, seen = longer(), []
+    long, seen = encoder_length.longer(), []
     for name, recipe in paper.recipes().items():
         result = SHOWN.get(name)
         if result is not None and name not in long and (found := recipe.weights(result)):
@@ -42,31 +35,18 @@ def test_no_verdict_of_part_one_rests_on_short_runs() -> None:
     assert "encoder-base" in seen
 
 
-def test_the_missing_minutes_of_figure_1_follow_from_the_recorded_times(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The seeds that are not recorded of 200 steps, each 2.25 times as long as a step with 500 rows."""
-    assert "trade-off" not in budget.missing({})  # all are recorded
-    record = image_contest.result_of(2500).read_text("utf-8").splitlines(keepends=True)
-    path = tmp_path / "without.jsonl"
-    path.write_text("".join(line for line in record if '"AID-GGN-CG-10"' not in line), "utf-8")
-    monkeypatch.setattr(image_contest, "result_of", lambda batch: path)
-    times = resnet_length_page.milliseconds(Lines(image_contest.TIMES).rows)
-    expected = 3 * times["AID-GGN-CG-10"] * 2.25 * 200 / 6e4
-    assert budget.missing({})["trade-off"].minutes == pytest.approx(expected)
-
-
 def test_the_missing_runs_of_mpnet_are_those_of_its_plan() -> None:
     """Only reference lines have been run: all step sizes around MiniLM's winners, two further seeds of each method."""
     grids, rows = (encoder_length.around(Lines(encoder_length.RESULT).rows), Lines(encoder_length.MPNET).rows)
     base = SHOWN["encoder-base"]
     assert len(grids) == 9 and base is not None and {row["method"] for row in rows} == {*encoder_length.REFERENCES}
     runs = sum(map(len, grids.values())) + 2 * len(grids)
-    missing = budget.missing({"encoder-base": base})["encoder-base"]
+    missing = budget.missing(base)
+    assert missing is not None and str(missing).startswith("Missing for a verdict: about ")
     assert f"last layer, {runs} runs" in missing.what
     least = float(missing.what.split("the steps of θ alone take ")[1].split(";")[0])
     assert 0 < least < missing.minutes
-    assert "encoder-base" not in longer()  # reference lines alone are no comparison
+    assert "encoder-base" not in encoder_length.longer()  # reference lines alone are no comparison
 
 
 def test_spent_minutes_are_shared_by_processes() -> None:
@@ -75,7 +55,8 @@ def test_spent_minutes_are_shared_by_processes() -> None:
     assert budget.spent(Result("x", "small", (1,), {}, seconds=960.0), "x") is None
     files = [Path(image_contest.result_of(batch)) for batch in (500, 2500)]
     rows = [json.loads(line) for file in files for line in file.read_text("utf-8").splitlines()]
-    assert budget.spent(None, "resnet-cifar") == pytest.approx(sum(x["seconds"] / x["workers"] for x in rows) / 60)
+    spent = paper.programs()["resnet-cifar"].spent
+    assert spent is not None and spent() == pytest.approx(sum(x["seconds"] / x["workers"] for x in rows) / 60)
 
 
 def test_minutes_of_the_encoders_runs_are_those_recorded() -> None:
@@ -90,4 +71,4 @@ def test_runs_of_the_linear_model_belong_to_one_study() -> None:
     for name, study in linear_contest.STUDIES.items():
         for line in study(linear_contest.ROWS):
             own = {"setting": {**line.fixed, **line.variants[0]}}
-            assert budget.study_of(own) == ("figure 5" if line.title.endswith("batch 50000") else name)
+            assert long_runs.study_of(own) == ("figure 5" if line.title.endswith("batch 50000") else name)

@@ -55,10 +55,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 def test_paper_list(capsys: Captured) -> None:
     assert main(["list"]) == 0
-    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert names == list(paper.recipes())
+    text = capsys.readouterr().out
+    assert all(f"{name} " in text for name in (*paper.recipes(), *paper.programs()))
     assert main(["list", "--json"]) == 0
-    assert [recipe["name"] for recipe in json.loads(capsys.readouterr().out)["recipes"]] == names
+    found = json.loads(capsys.readouterr().out)
+    assert [recipe["name"] for recipe in found["recipes"]] == list(paper.recipes())
+    assert {program["name"]: program["command"] for program in found["programs"]} == {
+        name: program.command for name, program in paper.programs().items()
+    }
 
 
 @pytest.mark.parametrize("name", ["counted", "all"])
@@ -87,7 +91,7 @@ def test_paper_run_out_of_time_and_mistaken(calls: list[dict[str, Any]], capsys:
 def test_paper_report_writes_the_page(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     assert main(["report", "--folder", "results", "--out", "page"]) == 0
     written = capsys.readouterr().out.splitlines()
-    assert "page/paper.md" in written and "page/paper.html" in written and Path("page/paper.md").exists()
+    assert "page/paper.md" in written and Path("page/paper.md").exists()
     assert main(["report", "--folder", "results"]) == 0  # the recorded pages are left alone
     assert all(Path(line).is_relative_to("results/pages") for line in capsys.readouterr().out.split())
     assert Path("results/pages/paper.md").exists()
@@ -107,7 +111,7 @@ def test_it_runs_as_a_module_from_the_checkout() -> None:
     command = [sys.executable, "-m", "experiments.paper", "list"]
     done = subprocess.run(command, cwd=records.ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    assert [line.split()[0] for line in done.stdout.splitlines()] == list(paper.recipes())
+    assert [line.split()[0] for line in done.stdout.splitlines()][: len(paper.recipes())] == list(paper.recipes())
 
 
 def test_the_recorded_page_is_that_of_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,10 +119,9 @@ def test_the_recorded_page_is_that_of_the_results(tmp_path: Path, monkeypatch: p
     undrawn = {name: replace(recipe, plot=None) for name, recipe in paper.recipes().items()}
     monkeypatch.setattr(paper, "recipes", lambda: undrawn)
     for made in paper.report(out=tmp_path):
-        if made.suffix == ".md":
-            recorded = (records.PAGES / made.relative_to(tmp_path)).read_text("utf-8").split("\n\n")
-            text = [block for block in recorded if not block.startswith("![")]
-            assert made.read_text("utf-8").split("\n\n") == text, "run python -m experiments.paper report"
+        recorded = (records.PAGES / made.relative_to(tmp_path)).read_text("utf-8").split("\n\n")
+        text = [block for block in recorded if not block.startswith("![")]
+        assert made.read_text("utf-8").split("\n\n") == text, "run python -m experiments.paper report"
 
 
 def test_the_short_page_has_the_verdicts_of_the_record() -> None:

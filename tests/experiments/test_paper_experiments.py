@@ -8,16 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from experiments import paper, trial
-from experiments.paper import amortization, batch_size, cleaning, compare, diagnostic, inverses, networks
-from experiments.paper.cleaning import Budget, Case, Split
-from experiments.paper.methods import Method, Rates, methods
-from experiments.paper.recipe import Job
-from experiments.paper.references import KINDS, references, rows_of
-from experiments.paper.tuning import Search
-from experiments.pieces import Cells
+from experiments.paper import cleaning, diagnostic, inverses, networks
+from experiments.paper.__main__ import main
+from experiments.paper.cleaning import Case, Split
+from experiments.paper.methods import Rates, methods
+from experiments.paper.references import KINDS, rows_of, train
+from experiments.pieces import Lines
+from experiments.seeds import clearly_below, mean
 from hyperkron.solution import HyperkronError
 
 RATES = Rates(inner=(0.1,), outer=(100.0,), momentum=(0.0,), damping=(0.1,), step=(0.1,), own=(0.1,))
@@ -151,36 +150,6 @@ def test_the_parts_do_not_share_examples() -> None:
     assert len(values.unique()) == 300
 
 
-def test_tuning_never_touches_the_test_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    split = _split()
-    seen: list[int] = []
-    original = cleaning.loss_and_error
-
-    def watched(model: nn.Module, part: cleaning.Part, chunk: int = 2500) -> tuple[float, float]:
-        seen.append(id(part))
-        return original(model, part, chunk)
-
-    monkeypatch.setattr(cleaning, "loss_and_error", watched)
-    method = methods(RATES)["AID-KFAC"]
-    setting = {name: values[0] for name, values in method.grid.items()}
-    cleaning.tuning_loss(Case(batch=100), split, method, setting, Budget(60.0, 4, 2))
-    assert seen and set(seen) == {id(split.second)}
-    cleaning.final(Case(batch=100), split, method, setting, Budget(60.0, 4, 2), 1)
-    assert id(split.test) in seen
-
-
-def test_the_figure_that_counts_is_chosen_by_the_second_validation_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    split = _split()
-    method = methods(RATES)["AID-CG-3"]
-    setting = {name: values[0] for name, values in method.grid.items()}
-    losses = {id(split.second): iter([3.0, 1.0, 2.0, 2.5]), id(split.test): iter([3.0, 2.0, 0.5, 1.0])}
-    monkeypatch.setattr(cleaning, "loss_and_error", lambda model, part: (next(losses[id(part)]), 0.5))
-    found = cleaning.final(Case(batch=100), split, method, setting, Budget(60.0, 6, 3), 1)
-    assert found["curve"]["step"] == [0, 2, 4, 6] and found["steps"] == 6
-    assert (found["best"]["step"], found["best"]["second_loss"], found["best"]["test_loss"]) == (2, 1.0, 2.0)
-    assert found["lowest_test_loss"] == 0.5  # as the paper reports it, beside ours
-
-
 @pytest.mark.long
 def test_every_method_runs_from_the_same_start_and_moves_its_weights() -> None:
     split, case = _split(), Case(batch=100)
@@ -197,8 +166,8 @@ def test_every_method_runs_from_the_same_start_and_moves_its_weights() -> None:
 
 def test_the_start_is_trained_once_and_never_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    make = networks.make
-    monkeypatch.setattr(networks, "make", lambda *args: (made.append(args[2]), make(*args))[1])
+    train = cleaning.pretrain
+    monkeypatch.setattr(cleaning, "pretrain", lambda *args: (made.append(args[3]), train(*args))[1])
     split, case = _split(), Case(batch=50)
     first = cleaning.start(case, split, 0)
     weights = [p.clone() for p in first.parameters()]
@@ -214,62 +183,37 @@ def test_the_start_is_trained_once_and_never_shared(monkeypatch: pytest.MonkeyPa
     assert made == [0, 0, 1, 0]
 
 
-def test_a_run_that_diverges_has_no_loss() -> None:
-    def algorithm(setting: dict[str, float], seed: int) -> Any:
-        return methods(RATES)["AID-CG-3"].algorithm(setting, seed)
-
-    method = Method("AID-CG-3", {}, algorithm)
+def test_a_run_that_diverges_has_failed() -> None:
     setting = {"inner": 1e30, "outer": 1.0, "momentum": 0.0, "damping": 0.1}
-    assert cleaning.final(Case(batch=100), _split(), method, setting, Budget(60.0, 20, 2), 1)["failed"]
+    run = cleaning.prepare(Case(batch=100), _split(), methods(RATES)["AID-CG-3"], setting, 1).advance(20)
+    assert run.failure is not None
 
 
-def test_a_budget_of_time_ends_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    method = methods(RATES)["AID-identity"]
-    now = iter(x / 2 for x in range(10_000))  # every reading is half a second later
-    monkeypatch.setattr(trial, "clock_of", lambda device: lambda: next(now))
-    setting = {"inner": 0.1, "outer": 1.0, "momentum": 0.0}
-    run, rows = cleaning.run(Case(batch=100), _split(), method, setting, Budget(3.0, looks=3), 1, test=False)
-    assert run.state.step == 6 and [row["step"] for row in rows] == [0, 2, 4, 6]
-    assert [row["seconds"] for row in rows] == [0.0, 1.0, 2.0, 3.0]
-
-
-def test_references_train_on_the_rows_they_name(tmp_path: Path) -> None:
+def test_references_train_on_the_rows_they_name() -> None:
     split = _split()
     sizes = [len(rows_of(split, kind)[0]) for kind in KINDS]
     assert sizes == [150, 450, 150 + int(split.clean.sum())]
     x, y = rows_of(split, "trusted + correct")
     torch.testing.assert_close(x[150:], split.train[0][split.clean])
     assert torch.equal(y[150:], split.train[1][split.clean])
-    job = Job("smoke", None, (1,), torch.device("cpu"), Cells(tmp_path / "x.jsonl", {}))
-    grid = {"inner": (0.1, 0.3), "momentum": (0.9,)}
-    splits = {0: _split(0), 1: split}
-    found = references(job, Case(batch=50), splits, grid, Search(4, 1, 0.5), Budget(60.0, 20, 4))
-    loss = {kind: rows[0]["best"]["test_loss"] for kind, rows in found.items()}
+    setting, loss = {"inner": 0.3, "momentum": 0.9}, {}
+    for kind in KINDS:
+        looks = trial.Looks({"test": split.test}, cleaning.loss_and_error, at={200})
+        loss[kind] = train(Case(batch=50), split, kind, setting, 20, 1, looks)[-1]["test_loss"]
     assert loss["trusted + correct"] < loss["trusted + noisy"]
 
 
-@pytest.mark.parametrize("network", ["linear", "cnn", "resnet18", "tiny"])
-def test_networks_have_the_weights_of_their_seed(network: networks.Network) -> None:
+@pytest.mark.parametrize("make", [networks.cnn, networks.resnet32])
+def test_networks_have_the_weights_of_their_seed(make: Any) -> None:
     state = torch.get_rng_state()
-    one, same, other = (networks.make(network, 12, seed, 4) for seed in (1, 1, 2))
+    one, same, other = (networks.seeded(lambda: make(width=4), seed) for seed in (1, 1, 2))
     assert torch.equal(state, torch.get_rng_state())
     first = [torch.cat([p.detach().flatten() for p in model.parameters()]) for model in (one, same, other)]
-    assert torch.equal(first[0], first[1])
-    assert torch.equal(first[0], first[2]) == (network == "linear")
-    x = torch.zeros(2, 12) if network == "linear" else torch.zeros(2, 3, 8, 8)
-    assert one(x).shape == (2, 10)
-
-
-def test_a_cached_run_needs_no_data(tmp_path: Path) -> None:
-    contest = compare.Contest("mnist", (10, 5, 5), Case(), RATES, Search(1, 1), Budget(1.0))
-    job = Job("small", contest, (1,), torch.device("cpu"), Cells(tmp_path / "x.jsonl", {}), data=tmp_path)
-    splits = compare.Splits(job, contest)  # nothing is read yet
-    with pytest.raises(HyperkronError, match="the data 'mnist' were not found"):
-        splits[1]
+    assert torch.equal(first[0], first[1]) and not torch.equal(first[0], first[2])
 
 
 def test_clearly_below() -> None:
-    below = compare.clearly_below
+    below = clearly_below
     assert not below([1.0], [2.0]) and not below([2.0], [1.0])  # one seed decides nothing
     assert below([1.0, 1.0], [2.0, 2.0]) and not below([1.0, 1.0], [1.0, 1.0])
     assert below([1.0, 5.0], [2.0, 6.0])  # seed by seed, although their ranges overlap
@@ -277,58 +221,14 @@ def test_clearly_below() -> None:
     assert below([1.0], [None]) and not below([None], [1.0]) and not below([None], [None])
 
 
-def test_steps_of_the_weights_are_in_proportion_to_the_batch() -> None:
-    contest = compare.Contest("vectors", (10, 5, 5), Case(batch=100), RATES, Search(1, 1), Budget(1.0))
-    other = contest.with_batch(250)
-    assert other.case.batch == 250 and other.rates.outer == (250.0,) and other.rates.inner == RATES.inner
-
-
-def test_a_setting_tuned_at_one_batch_serves_the_others(tmp_path: Path) -> None:
-    contest = compare.Contest("vectors", (200, 100, 100), Case(batch=50), RATES, Search(1, 1), Budget(60.0, 2, 1))
-    settings = batch_size.Settings((50, 100), contest, tuned_at=50)
-    job = Job("smoke", settings, (1,), torch.device("cpu"), Cells(tmp_path / "x.jsonl", {}))
-    found = batch_size.work(job)["found"]
-    for name in (batch_size.KFAC, batch_size.CG):
-        assert [found[batch][name]["setting"]["outer"] for batch in ("50", "100")] == [100.0, 200.0]
-    keys = [row["key"] for row in job.cells.found.values()]
-    assert {key[1] for key in keys if key[0] == "tune"} == {50}
-
-
-@pytest.mark.parametrize("module", [batch_size, amortization])
-def test_a_relative_step_serves_all_batches_and_intervals(
-    module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    contest = compare.Contest("vectors", (200, 100, 100), Case(batch=50), RATES, Search(1, 1), Budget(60.0, 2, 1))
-    if module is batch_size:
-        settings: Any = batch_size.Settings((50, 100), contest, tuned_at=50, inner_steps=3, relative=True)
-    else:
-        settings = amortization.Settings(contest, (1, 2), 2, inner_steps=3, relative=True)
-    kinds, inner = set(), set()
-    for name in ("tuning_loss", "final"):
-        original = getattr(cleaning, name)
-
-        def watched(
-            case: Any, split: Any, method: Any, setting: Any, *rest: Any, original: Any = original, **named: Any
-        ):
-            kinds.add(named["relative"])
-            inner.add((case.batch, setting["outer"], method.algorithm(setting, 0).inner_steps))
-            return original(case, split, method, setting, *rest, **named)
-
-        monkeypatch.setattr(cleaning, name, watched)
-    job = Job("smoke", settings, (1,), torch.device("cpu"), Cells(tmp_path / "x.jsonl", {}))
-    module.work(job)
-    assert kinds == {True}
-    assert inner == {(batch, 100.0, 3) for batch in ((50, 100) if module is batch_size else (50,))}
-
-
 def test_a_failed_seed_makes_the_mean_infinite() -> None:
-    assert compare.mean([1.0, 2.0]) == 1.5 and compare.mean([1.0, None]) == math.inf and compare.mean([]) == math.inf
+    assert mean([1.0, 2.0]) == 1.5 and mean([1.0, None]) == math.inf and mean([]) == math.inf
 
 
 # --- smoke -------------------------------------------------------------------------------------------------
 
 
-QUICK = ("linear-mnist", "encoder-frozen", "ema")
+QUICK = ("encoder-frozen", "unrolling")
 """Recipes whose smoke run takes a few seconds; they stand for the others in `make test`."""
 
 
@@ -352,3 +252,13 @@ def test_smoke(name: str, tmp_path: Path) -> None:
     assert recipe.title in written[0].read_text("utf-8")
     tables = recipe.tables(result)  # also of a result that is not judged
     assert all(len(row) == len(table.columns) for table in tables for row in table.rows)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", paper.programs())
+def test_every_program_runs_at_smoke_scale(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And ends in words: what was run, where it is, and how the long runs are made."""
+    assert main(["run", name, "--folder", str(tmp_path)]) == 0
+    told = capsys.readouterr().out.splitlines()[-1]
+    assert told.startswith(f"{name}: Everything ran (") and paper.programs()[name].command in told
+    assert all(not row["failed"] for row in Lines(tmp_path / f"{name}-smoke.jsonl").rows)

@@ -15,8 +15,6 @@ import torch
 from experiments import paper, records
 from experiments.paper import page, places
 from experiments.paper.__main__ import main
-from experiments.paper.compare import of_contest
-from experiments.paper.longer import Longer
 from experiments.paper.printed import printed
 from experiments.paper.recipe import Job, Judgement, Recipe, Result, Table, Verdict
 from experiments.paper.visits import Visits
@@ -215,17 +213,6 @@ def test_runs_shorter_than_the_paper_s_leave_no_verdict(verdict: Verdict) -> Non
     assert found.because.startswith("Too short: λ was updated 997 to 998 times") and "So it is." in found.because
 
 
-def test_visits_are_read_off_a_result() -> None:
-    steps = {"AID-KFAC": {"steps": [12, 14]}}
-    contest = {"counts": [6000, 1, 1], "case": {"batch": 600}}
-    plain = Result("x", "small", (1,), {"found": steps}, {"contest": contest})
-    assert of_contest(plain) == [Visits("AID-KFAC", 13, 600, 6000)]
-    assert of_contest(plain, relative=True) == [Visits("AID-KFAC", 11, 600, 6000)]  # two steps only measure
-    sizes = Result("x", "small", (1,), {"found": {"300": steps}}, {"contest": contest, "batches": [300]})
-    assert of_contest(sizes) == [Visits("300, AID-KFAC", 13, 300, 6000)]
-    assert of_contest(Result("x", "small", (1,), {"found": steps})) == []
-
-
 def test_a_result_that_was_cut_short_counts_as_trend_at_most() -> None:
     for given, expected in ((Verdict.REPRODUCED, Verdict.TREND), (Verdict.FAILED, Verdict.FAILED)):
         recipe = replace(Counted().recipe, verdict=lambda result, v=given: Judgement(v, "So it is."))
@@ -234,47 +221,35 @@ def test_a_result_that_was_cut_short_counts_as_trend_at_most() -> None:
         assert recipe.judge(replace(whole, complete=False)).verdict is expected
 
 
-def test_the_page_shows_verdict_rule_table_and_origin(tmp_path: Path) -> None:
+def test_the_page_shows_the_verdict_and_the_record_rule_table_and_origin(tmp_path: Path) -> None:
     recipe = Counted().recipe
     result = Result(
         "counted", "small", (1, 2), {"sum": 7}, command="python -m y", hardware={"gpu": "G"}, complete=False
     )
     section = page.section(recipe, result, tmp_path)
-    text, record, web = page.markdown([section]), page.record(section), page.html([section])
-    for words in ("**Reproduced in trend.** It adds up. The run was cut short", "| sum | 7 |"):
-        assert words in text and words in record
-    for words in ("*Rule:* Always reproduced.", "`python -m y`; G", "cut short"):
+    text, record = page.markdown([section]), page.record(section)
+    for told in (text, record):
+        assert "**Reproduced in trend.** It adds up. The run was cut short" in told
+    for words in ("*Rule:* Always reproduced.", "`python -m y`; G", "cut short", "| sum | 7 |"):
         assert words in record
     assert "(paper/counted.md)" in text and "Counting \\| twice" in text.splitlines()[6]  # in the overview's table
-    assert "<td>sum</td><td>7</td>" in web and "Reproduced" in web and "Always reproduced." in web
 
 
 def test_runs_of_the_papers_length_decide(tmp_path: Path) -> None:
     recipe, result = Counted().recipe, Result("counted", "small", (1, 2), {"sum": 7})
-    longer = Longer(Judgement(Verdict.FAILED, "It does not add up."), "counted-length.md")
+    longer = Judgement(Verdict.FAILED, "It does not add up."), "counted-length.md"
     section = page.section(recipe, result, tmp_path, longer)
-    text, record, web = page.markdown([section]), page.record(section), page.html([section])
+    text, record = page.markdown([section]), page.record(section)
     assert "**Not reproduced.** It does not add up." in text and "(counted-length.md)" in text
-    assert "| sum | 7 |" not in text  # of the shorter runs
     assert "(../counted-length.md)" in record and "Reproduced" not in record.splitlines()[2]
     assert "The shorter runs below: reproduced. It adds up." in record and "| sum | 7 |" in record
-    assert "It does not add up." in web and "It adds up." in web
 
 
-def test_a_long_table_is_cut_on_the_short_page_only() -> None:
-    table = Table("Many", ["a"], [[f"row {number}"] for number in range(page.ROWS + 3)])
-    judged = Judgement(Verdict.FAILED, "")
-    section = page.Section(
-        "t", "Table 9", judged, tables=[table, Table("More", ["b"], [["of the next table"]])], anchor="many"
-    )
-    text, record = page.markdown([section]), page.record(section)
-    assert f"row {page.ROWS - 1}" in text and f"row {page.ROWS} " not in text and "3 more rows" in text
-    assert f"row {page.ROWS + 2}" in record and "of the next table" in record and "of the next table" not in text
-
-
-def test_the_page_escapes_what_is_not_html() -> None:
-    section = page.Section("a < b", "Table 9", Judgement(Verdict.FAILED, "x < y & z"))
-    assert "x &lt; y &amp; z" in page.html([section]) and "a < b" not in page.html([section])
+def test_a_program_has_the_verdict_of_its_runs_and_no_record() -> None:
+    section = page.of_program(paper.programs()["batch-resnet"])
+    text = page.markdown([section])
+    assert "## Figure 3; Figure 7: Batch sizes, ResNet-18" in text and "(resnet-length.md)" in text
+    assert f"**{section.judgement.verdict.value.capitalize()}.**" in text and not section.anchor
 
 
 def test_the_largest_scale_is_shown() -> None:
@@ -285,19 +260,18 @@ def test_the_largest_scale_is_shown() -> None:
 def test_the_page_of_no_results_names_every_table_and_figure(tmp_path: Path) -> None:
     written = paper.report(tmp_path / "none", tmp_path / "out")
     text = written[0].read_text("utf-8")
-    assert [path.name for path in written[:2]] == ["paper.md", "paper.html"]
-    assert {path.stem for path in written[2:]} == set(paper.recipes())
-    text += "".join(path.read_text("utf-8") for path in written[2:])
-    assert {name for recipe in paper.recipes().values() for name in recipe.place.split("; ")} == set(places.PLACES)
+    assert written[0].name == "paper.md"
+    assert {path.stem for path in written[1:]} == set(paper.recipes())
+    text += "".join(path.read_text("utf-8") for path in written[1:])
+    every = [*paper.recipes().values(), *paper.programs().values()]
+    assert {name for one in every for name in one.place.split("; ")} == set(places.PLACES)
     for place in places.PLACES:
         assert place in text
-    for number in ("7.62e-03", "1.83", "88.4", "85.04 ± 0.23", "5.4", "42.33"):  # tables 1 to 6
+    for number in ("7.62e-03", "88.4", "85.04 ± 0.23", "5.4", "42.33"):  # tables 1 and 3 to 6
         assert number in text
     first = [line for line in text.split("##")[0].splitlines() if "| reproduced in trend |" in line]
-    assert [line.split("|")[1].strip() for line in first] == [
-        "Figure 1, top",
-        "Figure 2",
-    ]  # by runs of the paper's length
+    places_of = [line.split("|")[1].strip() for line in first]
+    assert places_of == ["Figure 1, top", "Figure 2", "Figure 3; Figure 7"]  # by runs of the paper's length
 
 
 def test_results_of_unknown_recipes_are_refused(tmp_path: Path) -> None:
@@ -312,7 +286,13 @@ def test_results_of_unknown_recipes_are_refused(tmp_path: Path) -> None:
 def test_list_names_every_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == list(paper.recipes())
+    names = [line.split()[0] for line in lines if line and not line.startswith("These")]
+    assert names == [*paper.recipes(), *paper.programs()]
+
+
+def test_a_program_is_tried_out_at_smoke_scale_only(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "resnet-cifar", "--scale", "small"]) == 1
+    assert "resnet-cifar has a program of its own: python -m experiments.paper.resnet_length" in capsys.readouterr().err
 
 
 def test_a_mistake_is_said_and_counted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

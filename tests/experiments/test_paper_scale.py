@@ -14,14 +14,12 @@ import pytest
 import torch
 
 from experiments import paper
-from experiments.paper import cleaning, encoder_cleaning, encoder_settings, memory, texts
-from experiments.paper.cleaning import Case
+from experiments.paper import encoder_cleaning, encoder_settings, memory, texts
 from experiments.paper.entries import Entry, Stage, compete
-from experiments.paper.methods import Rates, methods
 from experiments.paper.recipe import Job
 from experiments.paper.text_cleaning import WARM, TextCase, TextRates, TextTrial, _rows, order_auc, text_methods
 from experiments.pieces import Cells, OutOfTime
-from experiments.trial import MEASURED, RelativeStep
+from experiments.trial import MEASURED
 from hyperkron.algorithms import AID, InnerOnly, inner_loop
 from hyperkron.cleaning.models import TextEncoder
 from hyperkron.hypergradient import cg, kfac
@@ -107,7 +105,7 @@ def test_a_partial_recipe_is_incomplete_until_all_is_there(tmp_path: Path) -> No
         found = compete(job, [Stage("one", [log.entry("A", "A 2 seed 1")])], 3)
         return {"runs": len(found.stages["one"]["A"]["runs"]), "cut_short": found.cut_short}
 
-    recipe = replace(paper.recipes()["trade-off"], work=work)
+    recipe = replace(paper.recipes()["encoder"], work=work)
     result = recipe.run("smoke", 2, folder=tmp_path)
     assert (result.figures["runs"], result.complete) == (1, False)
     result = recipe.run("smoke", 2, folder=tmp_path)
@@ -134,31 +132,6 @@ def test_deep_runs_have_their_own_number_of_steps(tmp_path: Path) -> None:
     for layers, steps in ((1, settings.case.steps), (2, 2)):
         entry = encoder_cleaning._entry(job, source, settings.parts[0], layers, method)
         assert entry.final({"inner": 1e-2}, 1)["last"]["step"] == steps
-
-
-# --- relative steps ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["AID-KFAC", "AID-identity", "MRBO-KFAC"])
-def test_a_relative_step_means_the_same_for_every_method(name: str) -> None:
-    split = cleaning.noisy_split(cleaning.made_up((12,), 500, 50), (300, 100, 100), 1)
-    method = methods(Rates())[name]
-    setting = {key: values[0] for key, values in method.grid.items()} | {"outer": 0.01, "damping": 0.1, "momentum": 0.0}
-    run = cleaning.prepare(Case(batch=100), split, method, setting, 1, relative=True)
-    weight = run.advance(MEASURED).state.hyper.weight
-    torch.testing.assert_close(weight, torch.full((300,), 0.5))  # only measured so far
-    run.advance(1)
-    moved = float((weight.detach() - 0.5).norm() / math.sqrt(100))
-    assert 0.003 < moved < 0.03 and run.state.step == MEASURED + 1
-
-
-def test_a_method_that_does_not_move_at_first_is_measured_later() -> None:
-    split = cleaning.noisy_split(cleaning.made_up((12,), 500, 50), (300, 100, 100), 1)
-    method = methods(Rates())["BOME"]
-    run = cleaning.prepare(Case(batch=100), split, method, {"inner": 0.1, "outer": 0.1, "eta": 0.1}, 1, relative=True)
-    run.advance(3)
-    [unit] = run.callbacks
-    assert isinstance(unit, RelativeStep) and unit.norms == [] and run.failure is None
 
 
 # --- texts -------------------------------------------------------------------------------------------------

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from experiments.paper.recipe import Job
-from experiments.paper.tuning import Search, at_edge, interval, settings_of, shown, tune
+from experiments.paper.tuning import Search, at_edge, settings_of, tune
 from experiments.pieces import Cells
+from experiments.seeds import interval, shown
 from experiments.trial import clock_of
 from hyperkron.solution import HyperkronError
 

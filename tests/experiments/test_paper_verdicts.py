@@ -8,31 +8,14 @@ from typing import Any
 
 import pytest
 
-from experiments import paper
-from experiments.paper import amortization, batch_size, diagnostic, moving_average, simple_models, unrolling
+from experiments import paper, records
+from experiments.paper import diagnostic, unrolling
 from experiments.paper.printed import printed
 from experiments.paper.recipe import Result, Verdict
-
-CURVE = {"step": [0, 1], "seconds": [0.0, 1.0], "test_loss": [2.0, 1.0]}
 
 
 def _result(figures: dict[str, Any], name: str = "x") -> Result:
     return Result(name, "small", (1, 2), figures)
-
-
-def _run(loss: float | None, seconds: float = 1.0, spread: float = 0.0) -> dict[str, Any]:
-    return {
-        "test_loss": [None, None] if loss is None else [loss - spread, loss + spread],
-        "test_error": [0.1, 0.1],
-        "lowest_test_loss": [loss, loss],
-        "seconds_to_best": [1.0, 1.0],
-        "steps": [10, 10],
-        "step_seconds": [seconds, seconds],
-        "f1": [0.5, 0.5],
-        "setting": {"inner": 0.1, "outer": 1.0, "momentum": 0.0},
-        "edge": ["inner"],
-        "curve": CURVE,
-    }
 
 
 # --- the diagnostic table ----------------------------------------------------------------------------------
@@ -77,129 +60,6 @@ def test_diagnostic_verdicts() -> None:
     assert judged.verdict is Verdict.TREND and "19 of 21" in judged.because
 
 
-# --- batch sizes -------------------------------------------------------------------------------------------
-
-
-def _batches(*pairs: tuple[float, float]) -> Result:
-    sizes = [10 * (i + 1) for i in range(len(pairs))]
-    found = {str(b): {"AID-KFAC": _run(k), "AID-CG-3": _run(c)} for b, (k, c) in zip(sizes, pairs, strict=True)}
-    return _result({"batches": sizes, "found": found})
-
-
-@pytest.mark.parametrize(
-    ("pairs", "linear", "resnet"),
-    [
-        (((0.4, 0.6), (0.3, 0.4), (0.3, 0.35)), Verdict.REPRODUCED, Verdict.REPRODUCED),
-        (((0.4, 0.5), (0.3, 0.4), (0.3, 0.6)), Verdict.TREND, Verdict.REPRODUCED),  # the gap grows
-        (((0.4, 0.6), (0.3, 0.4), (0.3, 0.2)), Verdict.TREND, Verdict.TREND),
-        (((0.4, 0.3), (0.3, 0.4), (0.3, 0.5)), Verdict.FAILED, Verdict.TREND),
-        (((0.4, 0.6), (0.3, 0.2), (0.3, 0.2)), Verdict.FAILED, Verdict.FAILED),
-    ],
-)
-def test_batch_size_verdicts(pairs: tuple[tuple[float, float], ...], linear: Verdict, resnet: Verdict) -> None:
-    assert batch_size.verdict_linear(_batches(*pairs)).verdict is linear
-    assert batch_size.verdict_resnet(_batches(*pairs)).verdict is resnet
-
-
-# --- KFAC against EKFAC ------------------------------------------------------------------------------------
-
-
-def _intervals(kfac: list[float], ekfac: list[float], fast: list[float], slow: list[float]) -> Result:
-    taus = [1, 5, 50]
-    found = {
-        str(tau): {"AID-KFAC": _run(kfac[i], fast[i]), "AID-EKFAC": _run(ekfac[i], slow[i])}
-        for i, tau in enumerate(taus)
-    }
-    chosen = {kind: {"setting": {"inner": 0.1}} for kind in amortization.KINDS}
-    return _result({"intervals": taus, "found": found, "chosen": chosen})
-
-
-def test_amortization_verdicts() -> None:
-    times = [0.7, 0.3, 0.2], [1.8, 0.6, 0.3]
-    good = [1.24, 1.33, 1.36], [1.21, 1.24, 1.33]
-    assert amortization.verdict(_intervals(*good, *times)).verdict is Verdict.REPRODUCED
-    assert "EKFAC clearly below at 3 of 3." in amortization.verdict(_intervals(*good, *times)).because
-    alone = _intervals(*good, *times)
-    for of in alone.figures["found"].values():
-        for run in of.values():
-            run["test_loss"] = run["test_loss"][:1]
-    assert "EKFAC clearly below at 0 of 3." in amortization.verdict(alone).because  # one seed decides nothing
-    stale = [1.37, 1.33, 1.36], [1.21, 1.24, 1.33]  # KFAC gains nothing from fresh factors
-    assert amortization.verdict(_intervals(*stale, *times)).verdict is Verdict.TREND
-    mostly = [1.24, 1.33, 1.32], [1.21, 1.24, 1.33]
-    assert amortization.verdict(_intervals(*mostly, *times)).verdict is Verdict.TREND
-    worse = [1.2, 1.2, 1.36], [1.21, 1.24, 1.33]
-    assert amortization.verdict(_intervals(*worse, *times)).verdict is Verdict.FAILED
-    assert amortization.verdict(_intervals(*good, times[1], times[0])).verdict is Verdict.FAILED  # EKFAC is not slower
-    assert amortization.verdict(_intervals(*good, [0.2] * 3, times[1])).verdict is Verdict.FAILED  # nothing is saved
-
-
-# --- the simple models -------------------------------------------------------------------------------------
-
-
-def _models(**changes: float | None) -> Result:
-    loss: dict[str, float | None] = {"AID-CG-3": 0.4, "AID-KFAC": 0.3, "AmIGO": 0.4, "AmIGO-KFAC": 0.31, "MRBO": 0.5}
-    loss |= {"MRBO-KFAC": 0.4, "stocBiO": 0.6, "BOME": 0.7, "BSG-1": 0.8}
-    loss |= {name.replace("_", "-"): value for name, value in changes.items()}
-    references = {
-        kind: {"test_loss": [0.5, 0.6], "test_error": [0.1, 0.2]} for kind in ("trusted only", "trusted + noisy")
-    }
-    return _result({"found": {name: _run(value) for name, value in loss.items()}, "references": references})
-
-
-def test_simple_model_verdicts() -> None:
-    assert simple_models.verdict(_models()).verdict is Verdict.REPRODUCED
-    assert simple_models.verdict(_models(stocBiO=0.1)).verdict is Verdict.TREND  # the lowest is without KFAC
-    assert simple_models.verdict(_models(MRBO_KFAC=0.6)).verdict is Verdict.TREND
-    assert simple_models.verdict(_models(MRBO_KFAC=None)).verdict is Verdict.TREND  # a failed run is worst
-    assert simple_models.verdict(_models(MRBO_KFAC=0.6, AmIGO_KFAC=0.6)).verdict is Verdict.FAILED
-
-
-def test_a_pair_of_simple_models_that_is_not_whole_does_not_count() -> None:
-    result = _models()
-    del result.figures["found"]["MRBO"]
-    judgement = simple_models.verdict(result)
-    assert judgement.verdict is Verdict.TREND and "MRBO" not in judgement.because.partition(";")[0]
-    result.figures["found"]["AmIGO"]["test_loss"].pop()  # a seed is missing
-    assert simple_models.verdict(result).verdict is Verdict.FAILED
-
-
-def test_a_difference_within_the_noise_is_none() -> None:
-    noisy = _models()
-    noisy.figures["found"]["MRBO-KFAC"] = _run(0.4, spread=0.1)
-    assert simple_models.verdict(noisy).verdict is Verdict.TREND
-    sizes = _batches((0.4, 0.6), (0.3, 0.4), (0.3, 0.35))
-    sizes.figures["found"]["10"]["AID-KFAC"] = _run(0.4, spread=0.1)
-    assert batch_size.verdict_linear(sizes).verdict is Verdict.FAILED
-    assert batch_size.verdict_resnet(sizes).verdict is Verdict.TREND
-    averages = _averages(0.3, 0.1)
-    averages.figures["found"]["10"]["1e-10"]["0.9"] = _run(0.7, spread=0.2)
-    assert moving_average.verdict(averages).verdict is Verdict.TREND
-    taus = _intervals([1.24, 1.33, 1.36], [1.21, 1.24, 1.33], [0.7, 0.3, 0.2], [1.8, 0.6, 0.3])
-    taus.figures["found"]["1"]["AID-EKFAC"] = _run(1.21, 1.8, spread=0.1)
-    assert amortization.verdict(taus).verdict is Verdict.TREND
-
-
-# --- moving averages ---------------------------------------------------------------------------------------
-
-
-def _averages(noisy: float, calm: float, other: float = 0.0) -> Result:
-    """Gains with small batch and small damping, with large batch and large damping, and elsewhere."""
-    gain = {("10", "0.001"): other, ("10", "1e-10"): noisy, ("100", "0.001"): calm, ("100", "1e-10"): other}
-    found: dict[str, Any] = {}
-    for (batch, damping), x in gain.items():
-        found.setdefault(batch, {})[damping] = {"0": _run(1.0), "0.3": _run(2.0), "0.9": _run(1.0 - x)}
-    return _result({"found": found})
-
-
-def test_moving_average_verdicts() -> None:
-    assert moving_average.verdict(_averages(0.3, 0.1)).verdict is Verdict.REPRODUCED
-    assert moving_average.verdict(_averages(0.3, 0.2)).verdict is Verdict.TREND  # it helps where it should not
-    assert moving_average.verdict(_averages(0.3, 0.0, 0.4)).verdict is Verdict.TREND
-    assert moving_average.verdict(_averages(-0.1, -0.2)).verdict is Verdict.FAILED
-    assert moving_average.verdict(_averages(0.1, 0.2)).verdict is Verdict.FAILED
-
-
 # --- unrolling ---------------------------------------------------------------------------------------------
 
 
@@ -219,17 +79,7 @@ def test_unrolling_verdicts() -> None:
 
 # --- tables and figures ------------------------------------------------------------------------------------
 
-RESULTS = {
-    "diagnostic": _result(_diagnostic()),
-    "batch-linear": _batches((0.4, 0.6), (0.3, 0.4)),
-    "batch-resnet": _batches((0.4, 0.6), (0.3, 0.4)),
-    "ekfac-linear": _intervals([1.0] * 3, [1.0] * 3, [1.0] * 3, [1.0] * 3),
-    "ekfac-resnet": _intervals([1.0] * 3, [1.0] * 3, [1.0] * 3, [1.0] * 3),
-    "linear-mnist": _models(BOME=None),
-    "cnn-cifar": _models(),
-    "ema": _averages(0.3, 0.1),
-    "unrolling": _unrolled(1e-10, [0.9, 0.1, 1e-4], 0.2),
-}
+RESULTS = {"diagnostic": _result(_diagnostic()), "unrolling": _unrolled(1e-10, [0.9, 0.1, 1e-4], 0.2)}
 
 
 @pytest.mark.parametrize("name", RESULTS)
@@ -261,3 +111,11 @@ def test_every_recipe_explains_its_rule_and_has_all_scales_it_says(name: str) ->
     rule = recipe.verdict.__doc__ or ""
     assert rule.lower().count("reproduced") >= 2, "say when it is reproduced and when it is not"
     assert "smoke" in recipe.scales and "small" in recipe.scales and set(recipe.judged) <= {"smoke", "small", "paper"}
+
+
+@pytest.mark.parametrize("name", paper.programs())
+def test_every_program_explains_its_rule_and_has_a_page(name: str) -> None:
+    program = paper.programs()[name]
+    assert program.rule.lower().count("reproduced") >= 2
+    assert program.rule in " ".join((records.PAGES / program.page).read_text("utf-8").split())
+    assert program.command.startswith(f"python -m {program.main.__module__} --")

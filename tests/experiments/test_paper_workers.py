@@ -18,14 +18,12 @@ import pytest
 import torch
 
 from experiments import paper, workers
-from experiments.paper import encoder_cleaning, side_by_side
-from experiments.paper.cleaning import Budget, Case
-from experiments.paper.compare import Contest, Splits
+from experiments.paper import cleaning, encoder_cleaning, side_by_side
+from experiments.paper.cleaning import Case
 from experiments.paper.entries import Entry, Stage, carry_out, compete, missing
-from experiments.paper.image_entries import method_entry
 from experiments.paper.methods import Rates, methods
 from experiments.paper.recipe import Job
-from experiments.paper.tuning import Search
+from experiments.paper.tuning import Setting
 from experiments.pieces import Cells
 from hyperkron.solution import HyperkronError
 from inline_workers import use_threads
@@ -78,11 +76,19 @@ def test_near_tasks_do_not_get_ahead_of_more_important_ones() -> None:
 
 def _stages(seeds: int | None = None) -> list[Stage]:
     """Two methods on made-up vectors."""
+    split = cleaning.noisy_split(cleaning.made_up((20,), 120, 30), (60, 30, 30), 0)
     rates = Rates(inner=(0.1,), outer=(10.0, 100.0), momentum=(0.0,), damping=(0.1,))
-    contest = Contest("vectors", (60, 30, 30), Case(batch=20), rates, Search(2, 1, 1.0), Budget(60.0, 3, 1))
-    splits = Splits(Job("smoke", None, (1,), CPU, Cells(Path("none.jsonl"), {})), contest)
-    made = [method_entry(contest, splits, methods(rates)[name]) for name in ("AID-CG-3", "AID-identity")]
-    return [Stage("only", made, seeds)]
+
+    def entry(name: str) -> Entry:
+        method = methods(rates)[name]
+
+        def final(setting: Setting, seed: int) -> dict[str, Any]:
+            run = cleaning.prepare(Case(batch=20), split, method, setting, seed).advance(3)
+            return {"loss": cleaning.loss_and_error(run.state.model, split.second)[0]}
+
+        return Entry(name, method.grid, lambda setting: float(final(setting, 0)["loss"]), final)
+
+    return [Stage("only", [entry("AID-CG-3"), entry("AID-identity")], seeds)]
 
 
 def _worker() -> Any:

@@ -12,8 +12,8 @@ from safetensors import safe_open
 from experiments import records
 from experiments.paper import poisoning, poisoning_attacks, poisoning_networks, poisoning_page, poisoning_problem
 from experiments.paper.recipe import Result, Verdict
-from experiments.paper.tuning import shown
 from experiments.pieces import Lines
+from experiments.seeds import shown
 
 
 def here(count: int, make: Any, ready: Any, keep: Any, **_: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from experiments.paper import (
     cleaning,
     image_contest,
     references,
-    resnet_cosines,
     resnet_length,
     resnet_length_page,
     resnet_runs,
@@ -25,6 +25,7 @@ from experiments.paper.image_contest import OWN, PRINTED, Contest, Plan, Task, k
 from experiments.paper.recipe import Verdict
 from experiments.paper.resnet_runs import Shuffled, Size
 from experiments.pieces import Lines
+from experiments.trial import MEASURED
 from hyperkron.solution import HyperkronError
 from image_contests import FAST, PAIRED, PLAN, judged, played, row
 
@@ -205,10 +206,20 @@ def test_the_tables_and_the_figure(tmp_path: Path) -> None:
     assert "seconds, alone" in drawn.read_text("utf-8")
 
 
-@pytest.mark.parametrize("batch", ["500", "2500"])
-def test_the_page_has_the_recorded_tables(batch: str, capsys: pytest.CaptureFixture[str]) -> None:
-    resnet_length.main(["--table", "--batch", batch])
-    assert capsys.readouterr().out.strip() in (records.PAGES / "resnet-length.md").read_text("utf-8")
+def test_the_page_has_the_recorded_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (records.PAGES / "resnet-length.md").read_text("utf-8")
+    resnet_length.main(["--table", "--batch", "2500"])
+    assert capsys.readouterr().out.strip() in page
+    early, late = (
+        Contest(Lines(image_contest.RESULT).rows, resnet_length_page.EARLIER),
+        Contest(Lines(image_contest.RESULT).rows),
+    )
+    for contest, names in ((early, ("AID-KFAC", "AID-identity")), (late, ("AID-KFAC", "AID-CG-3"))):
+        for name in names:
+            cells = resnet_length_page.cells_of(contest, name, OWN, {})
+            left = cells["not updated then"].replace("%", " %")
+            assert f"| {cells['test loss']} | {cells['at step']} | {left} |" in page
+    assert early.results("trusted + noisy") == []  # cut short
 
 
 def test_what_the_page_says_of_the_runs() -> None:
@@ -271,6 +282,19 @@ def test_batches_of_a_pass_have_every_row_once() -> None:
 def small() -> tuple[Any, Size]:
     size = resnet_length.SMOKE
     return cleaning.noisy_split(cleaning.made_up((3, 32, 32), 40, 10), size.counts, 0), size
+
+
+@pytest.mark.parametrize("name", ["AID-KFAC", "AID-identity"])
+def test_a_relative_step_means_the_same_for_every_method(name: str) -> None:
+    """By how much the weights of a batch move in the first step that counts, as a root mean square."""
+    split, size = small()
+    setting = {"outer": 0.01, "damping": 0.1, "inner": 0.01}
+    run = resnet_runs.prepare(name, setting, split, 0, replace(size, network="cnn"))
+    weight = run.advance(MEASURED).state.hyper.weight
+    torch.testing.assert_close(weight, torch.full((20,), 0.5))  # only measured so far
+    run.advance(1)
+    moved = float((weight.detach() - 0.5).norm() / math.sqrt(size.batch))
+    assert 0.003 < moved < 0.03 and run.state.step == MEASURED + 1
 
 
 @pytest.mark.parametrize("name", ["AID-KFAC", "trusted + noisy"])
@@ -375,16 +399,3 @@ def test_other_batches_have_records_checkpoints_and_times_of_their_own(
     split, size = small()
     task = Task("AID-identity", {"outer": 0.1, "inner": 0.01}, 0, 1)
     assert resnet_length.run(task, split, size, Plan(steps=1))["batch"] == size.batch
-
-
-@pytest.mark.long
-def test_cosines_along_a_run() -> None:
-    """With a damping that outweighs all curvature every solver has the exact direction."""
-    split, size = small()
-    setting = {"outer": 0.1, "damping": 1e6, "inner": 0.01}
-    rows: list[dict[str, Any]] = []
-    resnet_cosines.along(setting, split, size, rows.append, (2,), iterations=3)
-    found = {x["name"]: x["value"] for x in rows}
-    assert {x["step"] for x in rows} == {2} and found.pop("residual") < 1e-3
-    assert list(found) == list(resnet_cosines.SOLVERS)
-    assert all(value == pytest.approx(1.0, abs=2e-3) for value in found.values())

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from experiments import records
-from experiments.paper.tuning import Difference
 from experiments.pieces import Lines
+from experiments.seeds import Difference
 from experiments.which_method import compare as which
 from experiments.which_method import page
 from experiments.which_method.methods import METHODS
