@@ -108,8 +108,12 @@ def _checked_nodes(outputs: list[Tensor]) -> list[Node]:
 
 def graph_nodes(tensors: Iterable[Tensor], stop: Collection[Node] = ()) -> Iterator[Node]:
     """Every node of the autograd graph behind ``tensors``, once; the search does not enter the nodes in ``stop``."""
-    waiting = [get_gradient_edge(x).node for x in tensors if x.requires_grad]
-    seen = {*stop}
+    return nodes_behind([get_gradient_edge(x).node for x in tensors if x.requires_grad], stop)
+
+
+def nodes_behind(nodes: Iterable[Node], stop: Collection[Node] = ()) -> Iterator[Node]:
+    """The same behind nodes of the graph, themselves included."""
+    waiting, seen = [*nodes], {*stop}
     while waiting:
         node = waiting.pop()
         if node not in seen:

@@ -17,13 +17,13 @@ from torch import Tensor
 from hyperkron.batch_tensors import tensors_of
 from hyperkron.collectives import Group
 from hyperkron.curvature.base import l2_curvature, warn_moving, warn_opaque
+from hyperkron.curvature.kfac.calls import CallId
 from hyperkron.curvature.kfac.coverage import Plan
 from hyperkron.curvature.kfac.factors import add_to, scaled
 from hyperkron.curvature.kfac.kept import KeptGradients
 from hyperkron.curvature.kfac.measured import Measured, Measurement
 from hyperkron.curvature.kfac.penalty import column_scales
 from hyperkron.curvature.kfac.recorder import Recorder
-from hyperkron.evaluation.differentiation import graph_nodes
 from hyperkron.evaluation.point import Point
 from hyperkron.losses import DRAWN, Loss
 from hyperkron.problem import rows, shares
@@ -41,10 +41,7 @@ def measure(point: Point, plan: Plan, how: Measurement) -> Measured:
     wanted = _wanted(point, len(parts)) if how.basis is None and how.owners is None else None
     for number, part in enumerate(parts):
         keeps = [one is not None and one.fits for one in (wanted, kept)]
-        recorder = Recorder(plan, how, like, *keeps)
-        with recorder.attached():
-            loss = point.inner(part)
-            recorder.after_forward(loss, readable=not point.recording)
+        recorder, loss = _forward(point, part, plan, how, like, keeps)
         _check_forward(recorder, loss, point, part, first=how.first and number == 0, in_parts=len(parts) > 1)
         recorder.measured.l2 = l2 = l2_curvature(loss, point.params)
         recorder.measured.scales = {} if how.damping is None else column_scales(plan, l2, how.damping, like)
@@ -71,10 +68,34 @@ def measure(point: Point, plan: Plan, how: Measurement) -> Measured:
     return found
 
 
+def _forward(
+    point: Point, part: Any, plan: Plan, how: Measurement, like: Tensor, keeps: list[bool]
+) -> tuple[Recorder, Loss]:
+    """A forward pass with hooks; a second one without the calls of layers that the loss does not depend on, if there
+    are any, such as those of a search for adversarial examples."""
+    left_out: set[CallId] = set()
+    while True:
+        recorder = Recorder(plan, how, like, *keeps, left_out)
+        with recorder.attached():
+            loss = point.inner(part)
+            aside = set() if left_out else recorder.layers.aside(_outputs(loss))
+            if not aside:
+                recorder.after_forward(loss, readable=not point.recording)
+                return recorder, loss
+        left_out = aside
+        recorder.layers.forget_graph()
+        del loss
+
+
+def _outputs(loss: Loss) -> list[Tensor]:
+    """What :func:`_vectors` are backpropagated from."""
+    return [term.output for term in loss.terms] or [loss.value]
+
+
 def _check_forward(recorder: Recorder, loss: Loss, point: Point, batch: Any, first: bool, in_parts: bool) -> None:
     """After a forward pass: warn of, or refuse, what would make the factors wrong."""
     how = recorder.how
-    _forget_hidden_calls(recorder, loss, point)
+    recorder.layers.forget_hidden(_outputs(loss), point.params)
     if first:
         _warn_used_elsewhere(recorder, loss, point)
         warn_moving("KFAC", loss, point.params)
@@ -94,43 +115,22 @@ def _wanted(point: Point, parts: int) -> KeptGradients | None:
     return wanted if parts > 1 and wanted is not None and wanted.left == parts else None
 
 
-def _edges(loss: Loss) -> Counter[int]:
-    """How many edges the graph of the outputs has to each leaf, by its id."""
-    edges: Counter[int] = Counter()
-    for node in graph_nodes([term.output for term in loss.terms]):
-        edges.update(id(getattr(further, "variable", None)) for further, _ in node.next_functions)
-    return edges
-
-
-def _forget_hidden_calls(recorder: Recorder, loss: Loss, point: Point) -> None:
-    """Layers whose calls had no gradient, but on whose parameters the outputs depend, count as not called.
-
-    Inside ``torch.vmap`` the output of a layer does not tell that it has a gradient, and none passes there.
-    """
-    hidden = recorder.called - recorder.uses.keys()
-    if hidden:
-        edges = _edges(loss)
-        recorder.called -= {name for name in hidden if edges[id(point.params[name])]}
-
-
 def _warn_used_elsewhere(recorder: Recorder, loss: Loss, point: Point) -> None:
-    """Warn of parameters that are also used outside their layers: the graph has more edges to them than calls.
+    """Warn of parameters that are also used outside their layers: the outputs depend on them past the calls of layers.
 
-    ``F.linear(x, layer.weight)`` makes such an edge. Parameters of modules that are not measured, such as an embedding
-    with ``fallback="zero"``, are left out, because their calls are not counted.
+    ``F.linear(x, layer.weight)`` is such a use, and so is a gradient of the model inside the loss. Parameters of
+    modules that are not measured, such as an embedding with ``fallback="zero"``, are left out.
     """
-    edges = _edges(loss)
     measured = {id(module) for module, _ in (*recorder.plan.feeds, *recorder.plan.diagonal)}
     others = {id(p) for m in point.model.modules() if id(m) not in measured for p in m._parameters.values()}
-    used = {name: id(point.params[name]) for name in recorder.uses}
-    names = [name for name, p in used.items() if p not in others and edges[p] > recorder.uses[name]]
+    names = [n for n in recorder.layers.elsewhere(_outputs(loss), point.params) if id(point.params[n]) not in others]
     if names:
         point.notes["used elsewhere"] = ", ".join(names)
         warn_once(
             f"kfac-used-elsewhere {names}",
-            f"{', '.join(names[:3])} of the model is used outside its layer too, as F.linear(x, layer.weight) does; "
-            "KFAC does not see that, and its curvature is too small. Call a layer that shares the parameter instead, "
-            "or use cg(curvature=GGN(...)) or pcg().",
+            f"{', '.join(names[:3])} of the model is used outside its layer too, as F.linear(x, layer.weight) and "
+            "gradients inside the loss (create_graph=True) do; KFAC does not see that, so its curvature is not that of "
+            "this loss. Call a layer that shares the parameter instead, or use cg(curvature=GGN(...)) or pcg().",
         )
 
 
@@ -186,7 +186,7 @@ def _check_alike(recorder: Recorder, group: Group) -> None:
 
     If inputs wait on one rank and not on another (it has more tokens, or masks none), layers share no sums.
     """
-    called = [f"{name}*{recorder.calls.get(name, 1)}" for name in sorted({*recorder.called, *recorder.calls})]
+    called = [f"{name}*{recorder.calls.get(name, 1)}" for name in sorted({*recorder.layers.called, *recorder.calls})]
     waiting = [f"{call.block.name}*{call.masked}" for call in recorder.waiting]
     layers, inputs = zip(*group.numbers(*(zlib.crc32(",".join(x).encode()) for x in (called, waiting))), strict=True)
     assert recorder.deliveries is not None

@@ -7,8 +7,7 @@ among processes, contributions are sent to the owner of the layer as soon as the
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hyperkron import trees
+from hyperkron.curvature.kfac.calls import CallId, Calls
 from hyperkron.curvature.kfac.coverage import Block, Plan
 from hyperkron.curvature.kfac.diagonals import Diagonals
 from hyperkron.curvature.kfac.factors import Factor, add_to, stored
@@ -26,7 +26,7 @@ from hyperkron.curvature.kfac.kept import LayerGradients
 from hyperkron.curvature.kfac.layers import WeightSharing
 from hyperkron.curvature.kfac.measured import Measured, Measurement
 from hyperkron.curvature.kfac.owners import Deliveries
-from hyperkron.curvature.kfac.taps import Tap, no_grad_no_autocast, with_last
+from hyperkron.curvature.kfac.taps import no_grad_no_autocast, with_last
 from hyperkron.losses import BatchPlace, Loss
 from hyperkron.sharding import is_sharded
 from hyperkron.solution import HyperkronError
@@ -51,12 +51,19 @@ class Recorder:
     """The hooks of one measurement and the sums they fill."""
 
     def __init__(
-        self, plan: Plan, how: Measurement, like: Tensor, keeps: bool = False, keeps_own: bool = False
+        self,
+        plan: Plan,
+        how: Measurement,
+        like: Tensor,
+        keeps: bool = False,
+        keeps_own: bool = False,
+        left_out: Collection[CallId] = (),
     ) -> None:
         """With ``keeps`` inputs are kept until the graph is freed, for :meth:`gradients`; with ``keeps_own`` gradients
-        for EKFAC's spectrum are kept too."""
+        for EKFAC's spectrum are kept too. Calls that are ``left_out`` are not measured."""
         self.keeps, self.keeps_own = keeps or keeps_own, keeps_own
-        self._for: Literal["factors", "spectrum", "others"] = "factors"  # the purpose of the current backward pass
+        # the purpose of the current backward pass; gradients that the inner loss computes itself are not measured
+        self._for: Literal["the model", "factors", "spectrum", "others"] = "the model"
         self._passed: dict[_Call, list[tuple[bool, Tensor]]] = {}  # gradients to keep, and whether for others
         self._kept: tuple[list[LayerGradients], list[LayerGradients]] = ([], [])  # for the spectrum, for others
         self.plan, self.how, self.basis, self.owners = plan, how, how.basis, how.owners
@@ -69,8 +76,7 @@ class Recorder:
         self.lengths: dict[str, int] = {}  # first dimension of each layer's input
         self.sequences: dict[str, int] = {}  # the same, for inputs with several rows for each index there
         self.plain_lookups = False  # whether an embedding got one-dimensional indices, of examples or positions
-        self.called: set[str] = set()
-        self.uses: Counter[str] = Counter()  # calls with a graph, by parameter
+        self.layers = Calls(left_out)
         self.measured = found = Measured()
         self._factors: list[tuple[dict[str, Factor], dict[str, Factor], WeightSharing]]
         self._factors = [(found.a, found.b, how.sharing)]
@@ -100,20 +106,19 @@ class Recorder:
     def _on_block(self, block: Block, module: nn.Module, given: tuple[Any, ...], named: Any, output: Tensor) -> Tensor:
         if self._replaced(module):
             return output
-        self.called.update(block.names)
-        if not output.requires_grad:  # under no_grad: the loss does not depend on this call
+        if not self.layers.counts(block.name, block.names, output):
             return output
         x: Tensor = given[0] if given else next(iter(named.values()))
         self.batch_size = max(self.batch_size, x.shape[0] if x.dim() > 1 else 1)
         self.lengths[block.name] = len(x) if x.dim() else 1
         if block.layer.tokens and x.dim() > 2 and len(x) > 1:
             self.sequences[block.name] = len(x)
-        self.uses.update(block.names)
         self.calls[block.name] = self.calls.get(block.name, 0) + 1
         call = self._begin_call(block, x, output)
         call.input = x.detach() if self.keeps else None
         call.single = call.rows == block.layer.examples(x)
-        return Tap.apply(output, self.tokens[call.single], partial(self._on_gradient, call))
+        token = self.tokens[call.single]
+        return self.layers.tapped(block.name, x, output, token, partial(self._on_gradient, call))
 
     def _replaced(self, module: nn.Module) -> bool:
         """Whether a function of θ is in the place of a parameter, as ``functional_call`` puts it there: the gradient at
@@ -125,13 +130,12 @@ class Recorder:
     ) -> Tensor:
         if self._replaced(module):
             return output
-        self.called.update(names.values())
-        if output.requires_grad:
-            self.uses.update(names.values())
-        if not self.how.diagonal or not output.requires_grad:
+        name = next(iter(names.values()))
+        if not self.layers.counts(name, names.values(), output) or not self.how.diagonal:
             return output
-        x = (given[0] if given else named["input"]).detach()
-        self.lengths[next(iter(names.values()))] = len(x) if x.dim() else 1
+        given_x: Tensor = given[0] if given else named["input"]
+        x = given_x.detach()
+        self.lengths[name] = len(x) if x.dim() else 1
         self.plain_lookups = self.plain_lookups or not (x.is_floating_point() or x.dim() > 1)
 
         def receive(g: Tensor) -> None:
@@ -139,7 +143,7 @@ class Recorder:
                 with no_grad_no_autocast(g):
                     self._diagonals.add(module, names, x, g)
 
-        return Tap.apply(output, self.tokens[False], receive)
+        return self.layers.tapped(name, given_x, output, self.tokens[False], receive)
 
     def _begin_call(self, block: Block, x: Tensor, output: Tensor) -> _Call:
         """Register a call. Its input is summed now, or later to save memory while activations are alive.
@@ -207,10 +211,11 @@ class Recorder:
         For these, ``signs`` gives the examples random signs, so that mixed terms vanish on average. Signs do not change
         the factors, unless batch norm mixes examples. ``place`` tells which examples of a divided batch these are.
         """
-        plan, found = self.plan, self.measured
+        plan, found, self._for = self.plan, self.measured, "factors"
+        self.layers.forget_graph()
         layered = [n for block in plan.blocks.values() for n in block.names]
         layered += [n for _, names in plan.diagonal for n in names.values()]
-        found.uncalled = [n for n in layered if n not in self.called]
+        found.uncalled = [n for n in layered if n not in self.layers.called]
         names = [*plan.rest, *found.uncalled] if self.how.diagonal and plan.fallback == "diagonal" else []
         inputs = [*self.tokens, *(params[name] for name in names)]
         for output, vector, last in with_last(vectors):
@@ -353,6 +358,8 @@ class Recorder:
     def _on_gradient(self, call: _Call, g: Tensor) -> None:
         """Add the output gradient of a call to B or to EKFAC's S."""
         block, found, layer = call.block, self.measured, call.block.layer
+        if self._for == "the model":
+            return
         if self._for == "others" or (self.keeps_own and call.single == (self._for == "spectrum")):
             self._passed.setdefault(call, []).append((self._for == "others", g))
         if self._for == "others":

@@ -1,0 +1,87 @@
+"""Which calls of layers an inner loss depends on, and which parameters it uses past them, read from its graph."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
+
+from hyperkron.curvature.kfac.taps import Tap
+from hyperkron.evaluation.differentiation import nodes_behind
+from hyperkron.trees import Tree
+
+CallId = tuple[str, int]
+"""A layer, and the number of the call."""
+
+
+class Calls:
+    """The calls of layers in one forward pass.
+
+    Args:
+        left_out: calls that are not measured.
+
+    Attributes:
+        called: the parameters of layers that were called.
+        used: of these, the parameters of calls that are measured.
+    """
+
+    def __init__(self, left_out: Collection[CallId] = ()) -> None:
+        self.called, self.used = set[str](), set[str]()
+        self._left_out, self._numbers = left_out, Counter[str]()
+        self._starts: list[Node] = []  # nodes of the graph behind the inputs of calls
+        self._ends: dict[CallId, Node] = {}  # those of their outputs
+
+    def counts(self, name: str, parameters: Collection[str], output: Tensor) -> bool:
+        """Register a call of a layer; whether it is measured: the loss may depend on it, and hooks see its gradient."""
+        self._numbers[name] += 1
+        self.called.update(parameters)
+        hidden = torch._C._functorch.is_functorch_wrapped_tensor(output)  # inside a function of torch.func
+        measured = output.requires_grad and not hidden and (name, self._numbers[name]) not in self._left_out
+        self.used.update(parameters if measured else ())
+        return measured
+
+    def tapped(self, name: str, x: Tensor, output: Tensor, token: Tensor, receive: Callable[[Tensor], None]) -> Tensor:
+        """The ``output`` of the registered call on ``x``, with ``receive`` called on its gradient."""
+        found: Tensor = Tap.apply(output, token, receive)
+        if x.requires_grad:
+            self._starts.append(get_gradient_edge(x).node)
+        self._ends[name, self._numbers[name]] = get_gradient_edge(found).node
+        return found
+
+    def aside(self, outputs: list[Tensor]) -> set[CallId]:
+        """The calls that ``outputs`` do not depend on, of layers called several times; to others no gradient comes."""
+        if max(self._numbers.values(), default=0) < 2:
+            return set()
+        reached = {*nodes_behind(_nodes(outputs))}
+        return {call for call, node in self._ends.items() if self._numbers[call[0]] > 1 and node not in reached}
+
+    def forget_hidden(self, outputs: list[Tensor], params: Tree) -> None:
+        """Layers without a measured call, but on whose parameters ``outputs`` depend, count as not called.
+
+        Inside ``torch.vmap`` the output of a layer does not tell that it has a gradient, and none passes there.
+        """
+        if hidden := self.called - self.used:
+            leaves = _leaves(nodes_behind(_nodes(outputs)))
+            self.called -= {name for name in hidden if id(params[name]) in leaves}
+
+    def elsewhere(self, outputs: list[Tensor], params: Tree) -> list[str]:
+        """The parameters of measured calls on which ``outputs`` depend past these calls, too."""
+        found = _leaves(nodes_behind([*_nodes(outputs), *self._starts], self._ends.values()))
+        return [name for name, p in params.items() if name in self.used and id(p) in found]
+
+    def forget_graph(self) -> None:
+        """Forget the nodes of the graph, which refer to the hooks."""
+        self._starts.clear()
+        self._ends.clear()
+
+
+def _nodes(tensors: list[Tensor]) -> list[Node]:
+    return [get_gradient_edge(x).node for x in tensors if x.requires_grad]
+
+
+def _leaves(nodes: Iterable[Node]) -> set[int]:
+    """The ids of the parameters among nodes."""
+    return {id(getattr(node, "variable", None)) for node in nodes}
