@@ -6,8 +6,6 @@
 run that is killed continues when it is started again, also with another number of processes.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

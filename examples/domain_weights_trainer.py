@@ -4,7 +4,7 @@ texts count more. Besides the objectives and the callback, an ordinary script ch
 """
 
 import torch
-import transformers
+import transformers  # whose Trainer needs accelerate: pip install accelerate
 from safetensors.torch import load_file, save_file
 from torch.utils.data import RandomSampler, default_collate
 
@@ -77,4 +77,4 @@ def main(**options):
 
 
 if __name__ == "__main__":
-    print(main(max_steps=200))
+    print("learned share of each domain (the target texts are of the first):", main(max_steps=200))

@@ -14,8 +14,7 @@ DATA: str | None = None  # scikit-learn's digits; for real images: DATA = "data/
 IMBALANCE, META, TEST = 50, 10, 60  # largest class : smallest; images of each class that are set aside
 
 
-def images() -> tuple[Tensor, Tensor]:
-    """Images (N, C, H, W), standardised, and their classes 0, 1, …"""
+def images() -> tuple[Tensor, Tensor]:  # (N, C, H, W), standardised, and their classes 0, 1, …
     if DATA is None:
         from sklearn.datasets import load_digits
 
@@ -57,4 +56,5 @@ def main(steps: int = 200, seed: int = 0, device: str = "cuda" if torch.cuda.is_
 
 
 if __name__ == "__main__":
-    print("test accuracy with equal and learned weights, learned weights of losses 0 and 2:", main())
+    text = "balanced test accuracy {:.1%} with equal weights, {:.1%} with learned ones; "
+    print((text + "an example weighs {:.2f} at loss 0, {:.2f} at loss 2").format(*main()))

@@ -57,4 +57,4 @@ def main(steps: int = 100) -> list[float]:
 
 
 if __name__ == "__main__":
-    main()
+    assert (found := main())[1] < found[0], "networks learn as well from the changed images"

@@ -83,3 +83,9 @@ def test_the_reference_has_every_public_name(folder: Path, sources: ModuleType) 
 def test_links(sources: ModuleType, text: str, there: str) -> None:
     site = {"docs/cleaning.md", "README.md", "examples/digits.py"}
     assert sources.linked(text, "docs/data.md", site) == there
+
+
+def test_a_link_named_after_a_file_gets_the_title_of_the_page(sources: ModuleType) -> None:
+    titles, text = {"docs/cleaning.md": "Cleaning labels"}, "[docs/cleaning.md](cleaning.md#x) [here](cleaning.md)"
+    there = "[Cleaning labels](cleaning.md#x) [here](cleaning.md)"
+    assert sources.linked(text, "docs/data.md", {"docs/cleaning.md"}, titles) == there

@@ -21,7 +21,10 @@ import hyperkron as hk
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("docs/*.md", "experiments/**/*.md", "benchmarks/*.md", "README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 PICTURES = ("docs/images/*", "experiments/pages/**/*.png", "experiments/pages/**/*.svg")
-PARTS = ("losses", "curvature", "solvers", "hypergradient", "algorithms", "training")
+PARTS = (
+    *("losses", "curvature", "solvers", "hypergradient", "algorithms", "training"),
+    *("attribution", "cleaning", "cleaning.data", "sweeps"),
+)
 """The parts of the package that have names beside those at the top."""
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^()\s]+)\)")
 CODE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
@@ -68,8 +71,12 @@ def _home(module: object, name: str) -> str:
     return f"{getattr(module, '__name__', 'hyperkron')}.{name}"
 
 
-def linked(text: str, page: str, site: set[str]) -> str:
-    """``text`` of ``page`` with links that hold on the site: of programs to their pages, of what is not there none."""
+def linked(text: str, page: str, site: set[str], titles: dict[str, str] | None = None) -> str:
+    """``text`` of ``page`` with links that hold on the site: of programs to their pages, of what is not there none.
+
+    A link whose words are the name of a file gets the title of that page.
+    """
+    titles = titles or {}
 
     def link(match: re.Match[str]) -> str:
         mark, words, target = match.groups()
@@ -78,6 +85,7 @@ def linked(text: str, page: str, site: set[str]) -> str:
             return match.group()
         place = posixpath.normpath(posixpath.join(posixpath.dirname(page), path))
         if place in site:
+            words = titles.get(place, words) if words.endswith(".md") else words
             there = posixpath.relpath(at(place), posixpath.dirname(at(page)) or ".")
             return f"{mark}[{words}]({there}{'#' if anchor else ''}{anchor})"
         return words if mark else f"{words} (`{place}` in the repository)"
@@ -100,10 +108,11 @@ def write(folder: Path, root: Path = ROOT) -> int:
     texts = pages(root)
     pictures = [p.relative_to(root).as_posix() for pattern in PICTURES for p in root.glob(pattern) if p.is_file()]
     site = {*texts, *pictures}
+    titles = {page: match[1] for page, text in texts.items() if (match := re.match("# (.*)", text))}
     for page, text in texts.items():
         target = folder / at(page)
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text if page.startswith("reference/") else linked(text, page, site), "utf-8")
+        target.write_text(text if page.startswith("reference/") else linked(text, page, site, titles), "utf-8")
     for picture in pictures:
         (folder / picture).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(root / picture, folder / picture)
