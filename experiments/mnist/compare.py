@@ -11,7 +11,7 @@ the two then goes on until it has used as much time as the other: CPU time, on a
 the test part looked at, outside the clock.
 
     python -m experiments.mnist.compare             # half an hour on two cores; continues where an earlier run stopped
-    python -m experiments.mnist.compare --table     # the tables of experiments/pages/mnist-kfac.md
+    python -m experiments.mnist.compare --plan paper --table     # the tables of experiments/pages/mnist-kfac.md
     python -m experiments.mnist.compare --plan paper --device cuda --workers 12 --limit 570     # again until it is done
 
 The plan ``paper`` has the paper's 50 000 training examples, all of them in every batch of AID and AmIGO.

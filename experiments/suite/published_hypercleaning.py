@@ -13,7 +13,8 @@ suite's code computed at the time of the paper where the algorithms' papers say 
 in *stocBiO, doubled* the sum of the Neumann series is written into its own term, so that v = η (2 (I − ηH))¹⁰ b.
 
     python -m experiments.suite.published_hypercleaning --workers 15 --limit 570   # repeat until done; 5 core hours
-    python -m experiments.suite.published_hypercleaning --table   # the tables of pages/suite-hypercleaning.md
+    python -m experiments.suite.published_hypercleaning --table      # all figures of the recorded runs
+    python -m experiments.suite.published_hypercleaning --overview   # the tables of pages/suite-hypercleaning.md
 """
 
 from __future__ import annotations
@@ -248,10 +249,26 @@ def verdicts(record: dict[str, Any], which: str, doubled: bool = False) -> list[
 def table(record: dict[str, Any]) -> str:
     """A table for each run and problem, then the verdicts."""
     blocks = [_block(record, which, problem) for which in RUNS for problem in PROBLEMS]
+    return "\n\n".join([*blocks, _verdicts(record)])
+
+
+def _verdicts(record: dict[str, Any]) -> str:
     found = {f"*{which}*": verdicts(record, which) for which in RUNS}
     found |= {f"*{which}*, doubled": verdicts(record, which, doubled=True) for which in RUNS}
     lines = [[statement, *(tables.word(x[i]) for x in found.values())] for i, statement in enumerate(STATEMENTS)]
-    return "\n\n".join([*blocks, records.markdown(["stated", *found], lines)])
+    return records.markdown(["stated", *found], lines)
+
+
+def overview(record: dict[str, Any]) -> str:
+    """Median test error at the end and, in brackets, the lowest point of every algorithm; then the verdicts."""
+    cells: dict[str, dict[str, str]] = {}
+    for which, problem in ((which, problem) for which in RUNS for problem in PROBLEMS):
+        for row in rows(record, which, problem):
+            shown = f"{row['end']:.2%} ({row['least']:.2%})" if math.isfinite(row["end"]) else "failed"
+            cells.setdefault(row["name"], {})[f"*{which}*, {problem}"] = shown
+    columns = [f"*{which}*, {problem}" for which in RUNS for problem in PROBLEMS]
+    lines = [[name, *(of.get(column, "–") for column in columns)] for name, of in cells.items()]
+    return f"{records.markdown(['algorithm', *columns], lines)}\n\n{_verdicts(record)}"
 
 
 def _block(record: dict[str, Any], which: str, problem: str) -> str:
@@ -278,9 +295,11 @@ if __name__ == "__main__":
     parser.add_argument("--data", default="data/mnist", help="folder with MNIST's four IDX files")
     parser.add_argument("--workers", type=int, default=2, help="processes, each with one thread")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which to stop")
-    parser.add_argument("--table", action="store_true", help="print the tables of an earlier run")
+    parser.add_argument("--table", action="store_true", help="print all figures of the recorded runs")
+    parser.add_argument("--overview", action="store_true", help="print the tables of pages/suite-hypercleaning.md")
     arguments = parser.parse_args()
-    if arguments.table:
-        print(table(json.loads((records.RESULTS / RESULT).read_text("utf-8"))))
+    if arguments.table or arguments.overview:
+        record = json.loads((records.RESULTS / RESULT).read_text("utf-8"))
+        print(table(record) if arguments.table else overview(record))
     else:
         main(arguments.data, arguments.workers, arguments.limit)

@@ -10,7 +10,8 @@ Nothing is tuned here. Two files of the repository benchopt/benchmark_bilevel na
 step/ratio.
 
     python -m experiments.suite.published_ijcnn1            # continues where an earlier run stopped; 50 minutes in all
-    python -m experiments.suite.published_ijcnn1 --table    # the tables and verdicts of pages/suite-ijcnn1.md
+    python -m experiments.suite.published_ijcnn1 --table    # all figures of the recorded runs
+    python -m experiments.suite.published_ijcnn1 --overview # the tables and verdicts of pages/suite-ijcnn1.md
 
 With --ijcnn1 and the folder that has LIBSVM's files ijcnn1 and ijcnn1.t (also packed, as .bz2) the same is done on
 IJCNN1 itself; --workers 8 runs eight algorithms side by side.
@@ -171,29 +172,46 @@ def verdicts(record: dict[str, Any], problem: str = "long") -> list[tuple[bool, 
 
 
 def table(record: dict[str, Any]) -> str:
-    """A table for each run, and the verdicts of the runs that were tuned here beside theirs."""
-    blocks = [tables.table(run).strip() for run in record["runs"].values()]
-    compared = {}
-    for problem, file in (
-        ("sized", suite.SIZED),
-        ("long", suite.LONG),
-        ("digits", suite.DIGITS),
-        ("covtype", suite.COVTYPE),
-    ):
-        compared[problem] = verdicts(json.loads((records.RESULTS / file).read_text("utf-8")), problem)
-    compared |= {which: verdicts(run) for which, run in record["runs"].items()}
-    lines = [[statement, *(tables.word(x[i]) for x in compared.values())] for i, statement in enumerate(STATEMENTS)]
-    return "\n\n".join([*blocks, records.markdown(["stated", *compared], lines)])
+    """A table for each run of a record."""
+    return "\n\n".join(tables.table(run).strip() for run in record["runs"].values())
+
+
+TUNED = {"sized": suite.SIZED, "long": suite.LONG, "digits": suite.DIGITS, "covtype": suite.COVTYPE}
+
+
+def overview() -> str:
+    """On IJCNN1, on data of its size with the same settings, and with settings tuned here: the verdicts, and how far
+    each algorithm came.
+    """
+
+    def read(name: str) -> dict[str, Any]:
+        return dict(json.loads((records.RESULTS / name).read_text("utf-8")))
+
+    real, made = (
+        {f"{which}{of}": (run, "long") for which, run in read(file)["runs"].items()}
+        for of, file in ((" (IJCNN1)", IJCNN1), (" (made up)", RESULT))
+    )
+    tuned = {problem: (read(file), problem) for problem, file in TUNED.items()}
+    blocks = []
+    for shown in (real, made, tuned):
+        found = {column: verdicts(*of) for column, of in shown.items()}
+        lines = [[said, *(tables.word(x[i]) for x in found.values())] for i, said in enumerate(STATEMENTS)]
+        blocks += [records.markdown(["stated", *found], lines), tables.ends(shown)]
+    small = {problem: (read(suite.RESULT), problem) for problem in ("logistic", "cleaning")}
+    return "\n\n".join([*blocks, tables.ends(small)])
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="The suite's own best settings for IJCNN1, on data of its size.")
     parser.add_argument("--table", action="store_true", help="print the tables of an earlier run")
+    parser.add_argument("--overview", action="store_true", help="print the tables of pages/suite-ijcnn1.md")
     parser.add_argument("--ijcnn1", default="", metavar="FOLDER", help="run on IJCNN1, from this folder")
     parser.add_argument("--workers", type=int, default=1, help="runs side by side, one core each; default: 1")
     torch.set_num_threads(1)
     arguments = parser.parse_args()
-    if arguments.table:
+    if arguments.overview:
+        print(overview())
+    elif arguments.table:
         result = IJCNN1 if arguments.ijcnn1 else RESULT
         print(table(json.loads((records.RESULTS / result).read_text("utf-8"))))
     else:

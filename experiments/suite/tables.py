@@ -1,12 +1,14 @@
-"""What tuned.py has recorded, read: medians, ranks, and the tables of experiments/pages/suite-ijcnn1.md."""
+"""What tuned.py has recorded, read: medians, ranks, and tables."""
 
 from __future__ import annotations
 
 import json
 import math
 import statistics
+from collections.abc import Mapping
 from typing import Any
 
+from experiments import records
 from experiments.suite.problems import FLOOR
 
 CALLS = {"SABA": 4, "SOBA": 4, "AmIGO": 22, "MRBO": 26, "FSLA": 7, "stocBiO": 22, "F2SA": 33, "F2SA-paper": 33}
@@ -18,8 +20,6 @@ FIGURES = {
     "long": ("suboptimality", 1e-3),
     "digits": ("suboptimality", 1e-3),
     "covtype": ("suboptimality", 1e-3),
-    "cleaning-0.7": ("validation loss", 1.0),
-    "cleaning-0.9": ("validation loss", 1.2),
 }
 """The figure each problem is judged by, and the level the tables say when it is reached."""
 LOOPS = ("long", "digits", "covtype")
@@ -111,7 +111,7 @@ def table(record: dict[str, Any]) -> str:
     for problem, (figure, level) in FIGURES.items():
         if problem not in record["problems"]:
             continue
-        error = " test error |" if problem.startswith("cleaning") else ""
+        error = " test error |" if problem == "cleaning" else ""
         more = (
             " lowest as published | s to 0.001 as published | s to its lowest |" if problem in ("sized", *LOOPS) else ""
         )
@@ -128,6 +128,16 @@ def table(record: dict[str, Any]) -> str:
             lines.append(f"| {' | '.join(cells)} |")
         lines.append("")
     return "\n".join(lines)
+
+
+def ends(found: Mapping[str, tuple[dict[str, Any], str]]) -> str:
+    """The median score at the end and the rank of every algorithm, a column for each record and its problem."""
+    cells: dict[str, dict[str, str]] = {}
+    for column, (record, problem) in found.items():
+        for rank, row in enumerate(summary(record, problem), 1):
+            cells.setdefault(row["name"], {})[column] = f"{_short(row['end'])} ({rank})"
+    rows = [[name, *(of.get(column, "–") for column in found)] for name, of in cells.items()]
+    return records.markdown(["algorithm", *found], rows)
 
 
 def _when(x: float) -> str:

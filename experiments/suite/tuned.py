@@ -1,7 +1,7 @@
 """Seven stochastic algorithms on the problems of the benchmark_bilevel suite, at a size for one CPU core.
 
 The problems are those of problems.py: *logistic* (regularisation selection, small), *sized* (the same at
-IJCNN1's size), both on synthetic data, and *cleaning* (hypercleaning of MNIST; -0.7, -0.9: more wrong labels).
+IJCNN1's size), both on synthetic data, and *cleaning* (hypercleaning of MNIST).
 *long* is *sized* with the loops of numpy_algorithms.py, which make many more steps in a second;
 *digits* and *covtype* have these loops and real data.
 
@@ -12,7 +12,7 @@ F2SA is the published suite's (ℓ grows as t^(6/7)); F2SA-paper has the growth 
 
     python -m experiments.suite.tuned             # continues where an earlier run stopped
     python -m experiments.suite.figure            # experiments/pages/figures/suite.png
-    python -m experiments.suite.tuned --table     # the tables of experiments/pages/suite-ijcnn1.md
+    python -m experiments.suite.tuned --table     # all that experiments/pages/suite-ijcnn1.md sums up
 """
 
 from __future__ import annotations
@@ -38,14 +38,13 @@ from experiments.suite.numpy_algorithms import SIX, STEPS, Loop, Oracles, Penalt
 from experiments.suite.problems import Case, Covtype, Digits, Logistic, Long, Sized, cleaning
 from experiments.suite.tables import CALLS, FIGURES, LOOPS, columns, last_values, table
 
-RESULT, SIZED, LONG, DIGITS, COVTYPE, NOISY = (
-    f"suite/tuned_{x}.json" for x in ("logistic", "sized", "long", "digits", "covtype", "noisy")
+RESULT, SIZED, LONG, DIGITS, COVTYPE = (
+    f"suite/tuned_{x}.json" for x in ("logistic", "sized", "long", "digits", "covtype")
 )
 NAMES = ("SABA", "SOBA", "AmIGO", "MRBO", "FSLA", "stocBiO", "F2SA", "F2SA-paper")
 SURVIVING = ("digits", "covtype")
 """The problems on which a setting that diverges with the first seed gives its place to the next one."""
 COMPARED = {**dict.fromkeys(LOOPS, SIX), "covtype": tuple(STEPS)}
-COMPARED |= dict.fromkeys(("cleaning-0.7", "cleaning-0.9"), ("SABA", "MRBO"))
 """The algorithms that run on a problem, where not all of them do."""
 
 
@@ -213,7 +212,6 @@ RUNS |= {
     LONG: (RUNS[SIZED][0], ["long"]),
     DIGITS: (RUNS[SIZED][0], ["digits"]),
     COVTYPE: (RUNS[SIZED][0], ["covtype"]),
-    NOISY: (Plan(), ["cleaning-0.7", "cleaning-0.9"]),
 }
 """How much is run of which problems, by the file of the results."""
 
@@ -256,8 +254,6 @@ def main(folder: str, plan: Plan, path: Path, problems: Iterable[str], covtype: 
         "digits": lambda: Digits(folder).case(),
         "covtype": lambda: Covtype(covtype).case(),
         "cleaning": lambda: cleaning(folder),
-        "cleaning-0.7": lambda: cleaning(folder, 0.7),
-        "cleaning-0.9": lambda: cleaning(folder, 0.9),
     }
     settings = {**asdict(plan), "seeds": list(plan.seeds), "batch": 64}
     record: dict[str, Any] = {"settings": settings, "problems": {}}

@@ -50,10 +50,10 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Any:
     )
 
 
-def test_the_small_plan_is_the_one_that_was_run() -> None:
+def test_the_paper_plan_is_the_one_that_was_run() -> None:
     """So a run with it has nothing left to do."""
-    plan, name = cleaning.PLANS["small"]
-    record = cleaning.recorded(records.RESULTS / name, cleaning.settings_of(plan, "cpu"))
+    plan, name = cleaning.PLANS["paper"]
+    record = cleaning.recorded(records.RESULTS / name, cleaning.settings_of(plan, "cuda"))
     assert set(record["tuned"]) == set(cleaning.SOLVER)
     assert record["diagnosis"] and cleaning.complete(record, plan)
     assert len(record["curves"]) == len(cleaning.PAIRS) * len(plan.seeds)

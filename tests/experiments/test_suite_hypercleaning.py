@@ -170,7 +170,7 @@ def test_every_algorithm_has_a_setting_for_each_problem_of_its_file() -> None:
 def test_the_page_has_the_tables() -> None:
     record = json.loads((records.RESULTS / published.RESULT).read_text("utf-8"))
     text = PAGE.read_text("utf-8")
-    for block in published.table(record).split("\n\n"):
+    for block in published.overview(record).split("\n\n"):
         assert block in text, (
-            f"run `python -m experiments.suite.published_hypercleaning --table`, put it into {PAGE.name}"
+            f"run `python -m experiments.suite.published_hypercleaning --overview`, put it into {PAGE.name}"
         )

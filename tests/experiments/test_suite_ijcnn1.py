@@ -77,23 +77,6 @@ def test_verdicts_in_words() -> None:
     assert words == ["agrees", "**partly**", "**partly**", "**differs**", "–"]
 
 
-def test_verdicts_are_those_that_the_page_gives_the_earlier_runs() -> None:
-    found = {}
-    for problem in ("sized", "long"):
-        record = json.loads((records.RESULTS / "suite" / f"tuned_{problem}.json").read_text("utf-8"))
-        found[problem] = [published.tables.word(x).strip("*") for x in published.verdicts(record, problem)]
-    rows = [line.split(" | ") for line in PAGE.read_text("utf-8").splitlines() if line.startswith("| SABA is best |")]
-    assert len(rows) == 2  # the one in words, and the one of the script
-    for i, statement in enumerate(published.STATEMENTS):
-        (cells,) = (
-            line.split(" | ")
-            for line in PAGE.read_text("utf-8").splitlines()
-            if line.startswith(f"| {statement} |") and ":" in line
-        )
-        for problem, cell in (("sized", cells[2]), ("long", cells[3])):
-            assert cell.replace("*", "").startswith(found[problem][i])
-
-
 def test_lambda_is_held_within_the_bound() -> None:
     case = published.Long(train=300, validation=300).case()
     free, held = (published.suite.by_loop(case, "SOBA", 0.5, 0.01, 0, bound=x) for x in (math.inf, 0.75))
@@ -165,27 +148,13 @@ def test_every_algorithm_runs_with_every_seed_and_is_recorded_like_the_others(
     assert [x[0] for x in asked[18:]] == ["FSLA", "FSLA"]
 
 
-def test_the_page_has_the_settings_and_the_tables() -> None:
+def test_the_page_has_the_tables_of_the_records() -> None:
     text = PAGE.read_text("utf-8")
-    for name in published.PAPER:
-        cells = []
-        for step, ratio in (published.PAPER[name], published.LATER[name]):
-            rate = step / ratio
-            cells.append(f"{step:g}, {ratio:.3g} ({rate:{'.3g' if rate < 0.3 else '.1f' if rate < 10 else '.0f'}})")
-        cells = [cell.replace(".0)", ")") for cell in cells]
-        assert f"| {name} | {cells[0]} | {cells[1]} |" in text
-    record = json.loads((records.RESULTS / published.RESULT).read_text("utf-8"))
-    assert list(record["runs"]) == list(published.RUNS)
-    for block in published.table(record).split("\n\n"):
-        assert block in text, f"run `python -m experiments.suite.published_ijcnn1 --table`, put it into {PAGE.name}"
-
-
-def test_the_page_of_ijcnn1_has_the_tables_of_its_record() -> None:
-    text = (records.PAGES / "suite-ijcnn1-real.md").read_text("utf-8")
-    record = json.loads((records.RESULTS / published.IJCNN1).read_text("utf-8"))
-    assert list(record["runs"]) == list(published.RUNS)
-    for block in published.table(record).split("\n\n"):
-        assert block in text, "run `python -m experiments.suite.published_ijcnn1 --table --ijcnn1 x`"
+    for block in published.overview().split("\n\n"):
+        assert block in text, f"run `python -m experiments.suite.published_ijcnn1 --overview`, put it into {PAGE.name}"
+    for file in (published.RESULT, published.IJCNN1):
+        record = json.loads((records.RESULTS / file).read_text("utf-8"))
+        assert list(record["runs"]) == list(published.RUNS) and "| SABA |" in published.table(record)
     full = [x == (True, True) for x in published.verdicts(record["runs"]["tenfold"])]
     assert full == [True, True, True, True, False], "what the page answers"
 
