@@ -63,7 +63,7 @@ def load(
         "suggested": torch.tensor([place.get(row.suggested, -1) for row in rows], dtype=torch.long),
     }
     silent = torch.tensor([row.row for row in rows if not row.given], dtype=torch.long)
-    given = Given(torch.tensor([row.row for row in rows], dtype=torch.long), _left_out(folder), unlabelled=silent)
+    given = Given(torch.tensor([row.row for row in rows], dtype=torch.long), left_out(folder), unlabelled=silent)
     transform, network = _predictor(folder, model, encoder, device)
     checked: dict[str, Any] = {key: summary.text(key) for key in ("chosen", "verdict")}
     checked |= {"candidates": summary.items("candidates"), "data": {**summary.child("data").raw, "classes": classes}}
@@ -121,7 +121,7 @@ def finished_rows(folder: Path) -> list[CsvRow]:
     return rows
 
 
-def _left_out(folder: Path) -> dict[str, torch.Tensor]:
+def left_out(folder: Path) -> dict[str, torch.Tensor]:
     """left_out.csv: for each reason, positions."""
     found: dict[str, list[int]] = {}
     for line in (read_text(folder / "left_out.csv") or "").splitlines()[1:]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import csv
-import io
 import json
 import math
 import warnings
@@ -14,11 +12,11 @@ from typing import Any
 
 from hyperkron.cleaning.data import NoLabelColumn, ReadOptions, RowHashes, export_rows, read_pair, row_hashes
 from hyperkron.cleaning.data.arrow import PREFIX
-from hyperkron.cleaning.data.kept import FormulaCells, Formulas
+from hyperkron.cleaning.data.kept import csv_table
 from hyperkron.cleaning.data.sources import split_source
 from hyperkron.cleaning.fields import Fields, read_object, read_result
 from hyperkron.cleaning.folder import HASHES
-from hyperkron.cleaning.loading import CsvRow, finished_rows, load, read_decisions
+from hyperkron.cleaning.loading import CsvRow, finished_rows, left_out, load, read_decisions
 from hyperkron.cleaning.report import write_explanation, write_report
 from hyperkron.cli.cleaning import READING, load_model, showing
 from hyperkron.cli.options import as_options
@@ -47,7 +45,10 @@ def export(options: Any, given: list[str]) -> int:
     folder = Path(options.run)
     config = _config(folder)
     train, reading = config.child("source").text("train"), config.child("source").child("reading").raw
-    rows = _rows(folder, options.threshold)
+    rows = finished_rows(folder)
+    gone = sum(len(at) for why, at in left_out(folder).items() if why != "trusted")  # trusted rows are written, too
+    if (least := options.threshold) is not None:
+        rows = [row._replace(suspect=row.error_probability >= least) for row in rows]
     if not train.startswith(PREFIX) and not split_source(train)[0].exists():
         raise HyperkronError(
             f"{train!r}, where the training rows of the run in {options.run!r} came from, is not there any more; put "
@@ -96,9 +97,9 @@ def export(options: Any, given: list[str]) -> int:
         also = f", {len(trusted)} of them trusted" if trusted else ""
         said = ", ".join(f"{n} {'suspects ' if name == 'dropped' else ''}{name}" for name, n in done.items())
         say(f"{count} rows written{also}; {said}.")
-        if left_out := _count_left_out(folder):
-            gone, are = ("1 row that was", "is") if left_out == 1 else (f"{left_out} rows that were", "are")
-            say(f"{gone} left out when the data was read {are} not included.")
+        if gone:
+            which, are = ("1 row that was", "is") if gone == 1 else (f"{gone} rows that were", "are")
+            say(f"{which} left out when the data was read {are} not included.")
         print(written)
     return 0
 
@@ -122,15 +123,6 @@ def _without_labels(train: str, folder: Path, error: NoLabelColumn) -> Hyperkron
         f"row can be relabelled. Use --drop suspects alone, or take the labels from {folder / 'rows.csv'} (columns "
         "row, given and suggested)."
     )
-
-
-def _count_left_out(folder: Path) -> int:
-    """Rows of the source that the run did not use; trusted ones, which are written too, apart."""
-    try:
-        lines = (folder / "left_out.csv").read_text(encoding="utf-8").splitlines()[1:]
-    except (OSError, ValueError):
-        return 0
-    return sum(not line.endswith(",trusted") for line in lines)
 
 
 def _refuse_strange(decided: dict[int, str], rows: list[CsvRow], file: str | None) -> None:
@@ -176,13 +168,6 @@ def _config(folder: Path) -> Fields:
     return config
 
 
-def _rows(folder: Path, threshold: float | None) -> list[CsvRow]:
-    rows = finished_rows(folder)
-    if threshold is None:
-        return rows
-    return [row._replace(suspect=row.error_probability >= threshold) for row in rows]
-
-
 def _flagged(train: str, reading: dict[str, Any]) -> list[int]:
     """The trusted rows that stand in the same file as the others: they belong to a clean dataset."""
     if reading.get("trusted_column") is None:
@@ -213,7 +198,8 @@ def predict(options: Any, given: list[str]) -> int:
         if as_lines:
             text = "".join(json.dumps(line) + "\n" for line in lines)
         else:
-            text = _csv(lines, result.classes, found.ids, options.formulas)
+            header = ["row", *found.ids, "label", "probability", *(f"p({name})" for name in result.classes)]
+            text = csv_table(header, map(_fields, lines), options.formulas, "the file of predictions")
     notes = [as_options(message) for message in (*found.messages, *(str(w.message) for w in caught))]
     for note in notes:
         say(f"warning: {note}")
@@ -249,17 +235,10 @@ def _line(row: int, ids: dict[str, Any], classes: tuple[str, ...], probabilities
     }
 
 
-def _csv(lines: list[dict[str, Any]], classes: tuple[str, ...], ids: Any, formulas: Formulas) -> str:
-    text, header = io.StringIO(), ["row", *ids, "label", "probability", *(f"p({name})" for name in classes)]
-    writer, found = csv.writer(text, lineterminator="\n"), FormulaCells(formulas, header)
-    writer.writerow(found.row(header) or header)
-    for line in lines:
-        numbers = [line["probability"], *line["probabilities"].values()]
-        named = ["" if cell is None else str(cell) for cell in (*line["id"].values(), line["label"])]
-        cells = [str(line["row"]), *named, *("" if number is None else str(number) for number in numbers)]
-        writer.writerow(found.row(cells, line["row"]) or cells)
-    found.tell("the file of predictions")
-    return text.getvalue()
+def _fields(line: dict[str, Any]) -> tuple[int, list[str]]:
+    """A line as the cells of a table."""
+    cells = (line["row"], *line["id"].values(), line["label"], line["probability"], *line["probabilities"].values())
+    return line["row"], ["" if cell is None else str(cell) for cell in cells]
 
 
 def attribute(options: Any, given: list[str]) -> int:

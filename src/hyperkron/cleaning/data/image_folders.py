@@ -9,7 +9,7 @@ from pathlib import Path
 from hyperkron.cleaning.data.arrays import pictures_npz, read_npz
 from hyperkron.cleaning.data.files import listing, np
 from hyperkron.cleaning.data.images import SUFFIXES, load_images, open_image
-from hyperkron.cleaning.data.kept import Kept
+from hyperkron.cleaning.data.kept import Kept, csv_table
 from hyperkron.cleaning.data.labelled import Place, Raw
 from hyperkron.cleaning.data.limits import ReadOptions
 from hyperkron.cleaning.data.provenance import RowHashes
@@ -80,7 +80,7 @@ def write_class_folder(place: Place, kept: Kept) -> bytes:
         return pictures_npz(read_class_folder(place), kept)
     files = class_files(place.path, place.part)
     lines = ((row, [files[row][0], kept.labels.get(row, files[row][1])]) for row in kept.within(len(files), name))
-    return kept.csv_table(["image", "label"], lines, name)
+    return csv_table(["image", "label"], lines, kept.formulas, name).encode()
 
 
 def read_sheets(place: Place) -> Raw:

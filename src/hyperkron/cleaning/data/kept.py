@@ -101,13 +101,6 @@ class Kept:
             return record
         return {**record, column: new}
 
-    def csv_table(self, header: Sequence[str], rows: Iterable[tuple[int, Sequence[str]]], name: str) -> bytes:
-        """Rows of a source that has no text of its own, each with its position, as CSV."""
-        cells, lines = FormulaCells(self.formulas, header), [csv_line(header)]
-        lines += [csv_line(cells.row(fields, row) or fields) for row, fields in rows]
-        cells.tell(name)
-        return "".join(lines).encode("utf-8")
-
 
 def csv_line(fields: Sequence[str], delimiter: str = ",", end: str = "\n") -> str:
     """One record as text."""
@@ -164,3 +157,12 @@ class FormulaCells:
                 "pass formulas='escape'."
             )
         warnings.warn(text, HyperkronWarning, stacklevel=2)
+
+
+def csv_table(header: Sequence[str], rows: Iterable[tuple[int, Sequence[str]]], formulas: Formulas, name: str) -> str:
+    """Rows that have no text of their own, each with its position, as CSV."""
+    cells = FormulaCells(formulas, header)
+    lines = [csv_line(cells.row(header) or header)]
+    lines += [csv_line(cells.row(fields, row) or fields) for row, fields in rows]
+    cells.tell(name)
+    return "".join(lines)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from hyperkron.cleaning.data.checks import header_note
 from hyperkron.cleaning.data.files import listing, nearest
-from hyperkron.cleaning.data.kept import FormulaCells, Kept, csv_line
+from hyperkron.cleaning.data.kept import FormulaCells, Kept, csv_line, csv_table
 from hyperkron.cleaning.data.labelled import Frame, Place
 from hyperkron.cleaning.data.limits import Bounds, ReadOptions, charset_of, read_bounded, read_text
 from hyperkron.cleaning.data.values import Cells
@@ -226,4 +226,5 @@ def write_excel(place: Place, kept: Kept) -> bytes:
         record = kept.relabelled(row, {name: frame.columns[name][row] for name in header}, column)
         return ["" if value is None or value != value else str(value) for value in record.values()]
 
-    return kept.csv_table(header, ((row, fields(row)) for row in kept.within(len(frame), place.name)), place.name)
+    rows = ((row, fields(row)) for row in kept.within(len(frame), place.name))
+    return csv_table(header, rows, kept.formulas, place.name).encode()
