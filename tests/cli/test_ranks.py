@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -88,19 +90,54 @@ def test_other_processes_resume_with_the_options_of_the_first(monkeypatch: pytes
     ]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_program_with_a_process_group_is_told_so(
-    rank: int, monkeypatch: pytest.MonkeyPatch, capsys: Captured
-) -> None:
+@pytest.fixture
+def own_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torchrun keeps no store, the first process does."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": False}.items():
+        monkeypatch.setenv(name, str(value))
+
+
+@pytest.mark.usefixtures("own_store")
+@pytest.mark.parametrize("folder", [Path("here"), None])
+def test_others_hear_of_the_folder_or_that_there_is_nothing_to_do(folder: Path | None) -> None:
+    def first() -> None:
+        with ranks.Meeting(0, 2) as meeting:
+            if folder is not None:
+                meeting.tell(folder)
+        heard.wait(60)  # the store lives as long as the meeting
+
+    heard, thread = threading.Event(), threading.Thread(target=first)
+    thread.start()
+    with ranks.Meeting(1, 2) as second:
+        assert second.folder() == (None if folder is None else str(folder.resolve()))
+    heard.set()
+    thread.join(60)
+
+
+@pytest.mark.usefixtures("own_store")
+def test_a_program_with_a_process_group_of_its_own_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        become(monkeypatch, rank)
-        assert main(["clean", "train.csv"]) == 1
-        err = capsys.readouterr().err
-        assert "already started a process group" in err and "Traceback" not in err
-        assert dist.is_initialized()  # it stays the program's
+        become(monkeypatch, 0, 1)
+        with ranks.Meeting(0, 1):
+            assert dist.is_initialized()
+        assert dist.is_initialized()
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_store_that_cannot_be_reached_is_told_in_words(
+    rank: int, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    become(monkeypatch, rank)
+    assert main(["clean", "train.csv"]) == 1
+    err = capsys.readouterr().err
+    assert "the store of torchrun cannot be reached" in err and "leave RANK" in err and "Traceback" not in err
 
 
 def start(count: int, *arguments: str) -> Any:

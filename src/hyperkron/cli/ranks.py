@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,9 +19,11 @@ from typing import Any
 from hyperkron.cli.output import say, silence
 
 START = timedelta(minutes=5)
-"""How long processes wait for each other to start."""
-PATIENCE = timedelta(days=7)
-"""How long processes wait until the first one has read and prepared the data; they notice at once if it ends."""
+"""How long a process tries to reach the store of torchrun."""
+SECONDS_BETWEEN_LOOKS = 0.2
+"""How often a process looks whether the first one has read and prepared the data."""
+FOLDER = "folder"
+"""What the entry of the store is called."""
 
 
 def processes() -> tuple[int, int]:
@@ -79,63 +82,45 @@ def _choose_gpu() -> None:
 class Meeting:
     """Where the first process tells the others the folder of its run, once they can work on it.
 
-    It takes a process group of gloo, also with GPUs: nothing else is sent, results are met in the folder.
+    It is an entry of torchrun's own store: nothing else is sent, results are met in the folder.
     """
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size, self._told = rank, size, False
 
     def __enter__(self) -> Meeting:
-        import torch.distributed as dist
+        from torch.distributed import PrefixStore, rendezvous
 
         from hyperkron.solution import HyperkronError
 
-        if dist.is_initialized():
-            raise HyperkronError(
-                "this program has already started a process group (torch.distributed.init_process_group), and the "
-                "command needs one of its own; call hyperkron.cleaning.clean or resume in one process of the program, "
-                "or start the command by itself: torchrun … -m hyperkron clean …"
-            )
         try:
-            dist.init_process_group("gloo", timeout=START)
-        except RuntimeError as error:
+            store, _, _ = next(iter(rendezvous("env://", self.rank, self.size, timeout=START)))
+        except (RuntimeError, ValueError) as error:
             raise HyperkronError(
-                f"of the {self.size} processes of torchrun some have not started within {START}; to run the command "
-                "alone inside a program of torchrun, leave RANK and WORLD_SIZE out of its environment."
+                f"the store of torchrun cannot be reached ({str(error)[:200]}); to run the command alone inside a "
+                "program of torchrun, leave RANK and WORLD_SIZE out of its environment."
             ) from error
-        self._group = dist.new_group(timeout=PATIENCE)
+        self._store = PrefixStore(f"hyperkron-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         return self
 
     def __exit__(self, *reason: object) -> None:
-        from hyperkron.solution import HyperkronError
-
         if self.rank == 0:
-            with suppress(HyperkronError):  # they may have been ended too
+            with suppress(RuntimeError):  # they may have been ended too
                 self.tell(None)
 
     def tell(self, folder: Path | None) -> None:
         """Tell the others, once: the folder, or that there is nothing to do."""
         if not self._told:
             self._told = True
-            self._shared(None if folder is None else str(folder.resolve()))
+            self._store.set(FOLDER, os.fsencode("" if folder is None else folder.resolve()))
 
     def folder(self) -> str | None:
-        """What the first process tells."""
-        return self._shared(None)
-
-    def _shared(self, folder: str | None) -> str | None:
-        import torch
-        import torch.distributed as dist
-
+        """What the first process tells, as soon as it does."""
         from hyperkron.solution import HyperkronError
 
-        text = torch.tensor(list(os.fsencode(folder or "")), dtype=torch.uint8)
-        length = torch.tensor(len(text))
         try:
-            dist.broadcast(length, src=0, group=self._group)
-            text.resize_(int(length))
-            dist.broadcast(text, src=0, group=self._group)
+            while not self._store.check([FOLDER]):
+                time.sleep(SECONDS_BETWEEN_LOOKS)
+            return os.fsdecode(self._store.get(FOLDER)) or None
         except RuntimeError as error:
             raise HyperkronError("the first process has ended; its message says why.") from error
-        dist.destroy_process_group()
-        return os.fsdecode(bytes(text.tolist())) or None
