@@ -15,7 +15,7 @@ import torch
 from blobs import blobs, quicken, write_csv
 from hyperkron.attribution import Attribution
 from hyperkron.cleaning import CleanConfig, alternatives, clean, explain
-from hyperkron.cleaning.api import opened
+from hyperkron.cleaning.api import reopened
 from hyperkron.cleaning.config import FOREST, NETWORK
 from hyperkron.cleaning.explain import Explained, Explanation, Witness
 from hyperkron.cleaning.report import write_explanation
@@ -147,8 +147,8 @@ def _unfinished(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("place", "more", "code", "message"),
     [
-        (lambda f: f / "nothing", [], 1, "holds no finished run; name one of clean()"),
-        (_unfinished, [], 1, "it has not finished: continue with `hyperkron resume"),
+        (lambda f: f / "nothing", [], 1, "is not a folder; name one that `hyperkron clean` wrote"),
+        (_unfinished, [], 1, "the run has not finished; continue it with `hyperkron resume"),
         (lambda f: f / "run", ["--count", "0"], 2, "--count=0 must be at least 1"),
     ],
 )
@@ -174,7 +174,7 @@ def test_many_queries_are_cut_with_a_message(folder: Path, monkeypatch: pytest.M
 
 def test_reopening_gives_the_result_that_was(folder: Path) -> None:
     told = json.loads((folder / "run" / "result.json").read_text())
-    assert opened(folder / "run", None, None, writes=False).result().verdict == told["verdict"]
+    assert reopened(folder / "run", None, None, writes=False).result().verdict == told["verdict"]
 
 
 @pytest.mark.long

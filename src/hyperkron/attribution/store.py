@@ -8,7 +8,6 @@ process at a time writes to it.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from hyperkron.solution import HyperkronError
 from hyperkron.training import files, fingerprint
 from hyperkron.training.locks import FolderLock
 from hyperkron.training.program import comparable
-from hyperkron.training.writing import flush_folder, in_words, whole_file
+from hyperkron.training.writing import in_words, put
 from hyperkron.trees import Tree
 from hyperkron.validation import check_interval, need
 
@@ -116,12 +115,7 @@ class Store:
     def keep(self, vectors: Tree, stats: Mapping[str, Any], bases: Mapping[str, Eigenbasis]) -> None:
         """Keep the vectors of the queries, of which those of blocks in ``bases`` are coordinates."""
         of_bases = {f"{name} {field}": x for name, basis in bases.items() for field, x in basis._asdict().items()}
-        path, part = self.folder / VECTORS, self.folder / f".{VECTORS}.part"
-        with in_words(path):
-            part.unlink(missing_ok=True)
-            record = files.write_tensors(part, vectors | of_bases)
-            os.replace(part, path)
-            flush_folder(self.folder)
+        record = files.put_tensors(self.folder / VECTORS, vectors | of_bases)
         self.stats, self._record = dict(stats), {**record, "bases": list(bases)}
         self._progress()
 
@@ -139,8 +133,7 @@ class Store:
 
     def _progress(self) -> None:
         told = {"done": self.done, "vectors": self._record, "stats": self.stats, "identity": self.identity}
-        with in_words(self.folder / PROGRESS), whole_file(self.folder / PROGRESS) as path:
-            path.write_text(json.dumps(told, indent=1), "ascii")
+        put(self.folder / PROGRESS, json.dumps(told, indent=1).encode("ascii"))
 
     def _damaged(self, why: str) -> HyperkronError:
         return HyperkronError(f"out={str(self.folder)!r} is damaged ({why}); choose another folder, or empty this one.")

@@ -133,7 +133,7 @@ def resume(
         progress: object that shows progress; None shows a bar on a terminal and in a notebook, False nothing.
         on_result, sharing: as for :func:`clean`.
     """
-    return opened(out, model, progress, expected=expected, on_result=on_result, sharing=sharing).result()
+    return reopened(out, model, progress, expected, on_result=on_result, sharing=sharing).result()
 
 
 def assist(
@@ -147,18 +147,17 @@ def assist(
 
     ``model`` and ``expected`` are those of :func:`resume` in that process.
     """
-    opened(out, model, False, expected=expected, writes=False, sharing=Sharing(count)).help()
+    reopened(out, model, False, expected, writes=False, sharing=Sharing(count)).help()
 
 
-def opened(
+def reopened(
     out: str | Path,
     model: Callable[[], nn.Module] | None,
     progress: Progress | bool | None,
-    *,
     expected: Mapping[str, Any] | None = None,
+    *,
     writes: bool = True,
-    on_result: Callable[[Path], None] | None = None,
-    sharing: Sharing = ALONE,
+    **more: Any,
 ) -> CleaningRun:
     """The run in a folder, with the data and settings it began with; without ``writes`` the folder stays as it is."""
     folder = RunFolder(out, new=False, writes=writes)
@@ -187,4 +186,4 @@ def opened(
     config = CleanConfig(**{**kept["config"], "compare": tuple(kept["config"]["compare"])})
     given, encoder = Given.of(source["train"], parts[0]), encoder_to_load(kept, expected)
     shown, command = shown_progress(progress), kept["command"]
-    return CleaningRun(parts, own, config, folder, model, shown, command, given, encoder, on_result, sharing)
+    return CleaningRun(parts, own, config, folder, model, shown, command, given, encoder, **more)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hyperkron import losses
 from hyperkron.attribution import Attribution, attribute
-from hyperkron.cleaning.api import opened
+from hyperkron.cleaning.api import reopened
 from hyperkron.cleaning.config import Progress
 from hyperkron.cleaning.data import InputForm, Labelled, NewRows, ReadOptions, read
 from hyperkron.cleaning.fields import read_result
@@ -104,15 +104,11 @@ def explain(
     """
     check_whole("count", count)
     out = Path(out)
-    if not (out / "result.json").exists() or read_result(out).items("unfinished"):
-        kept = (out / "config.json").exists()
-        remedy = (
-            f"it has not finished: continue with `hyperkron resume {quote(str(out))}`"
-            if kept
-            else "name one of clean()"
+    if read_result(out).items("unfinished"):
+        raise HyperkronError(
+            f"out={str(out)!r}: the run has not finished; continue it with `hyperkron resume {quote(str(out))}`."
         )
-        raise HyperkronError(f"{str(out)!r} holds no finished run; {remedy}.")
-    result = opened(out, model, progress, writes=False).result()
+    result = reopened(out, model, progress, writes=False).result()
     if isinstance(result.model, EstimatorModel):
         raise HyperkronError(
             f"out={str(out)!r}: its model is an estimator of your own, and only networks can be explained; run clean() "

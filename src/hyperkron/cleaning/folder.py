@@ -13,7 +13,7 @@ import secrets
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,9 @@ from hyperkron.cleaning.fields import FORMAT, REMEDY, read_object
 from hyperkron.cleaning.recorded import digest
 from hyperkron.cleaning.stages import SharedStages, Stages
 from hyperkron.solution import HyperkronError
-from hyperkron.training.files import write_tensors
+from hyperkron.training.files import put_tensors
 from hyperkron.training.locks import FolderLock
-from hyperkron.training.writing import flush_folder, in_words, open_ordinary, read_plain, whole_file
+from hyperkron.training.writing import in_words, open_ordinary, put, read_plain, remove_stale
 
 FILES = (
     "config.json",
@@ -174,15 +174,13 @@ class RunFolder:
         return {"count": len(hashes), "sha256": hashes.sha256, "version": hashes.VERSION}
 
     def _put(self, name: str, data: bytes) -> None:
-        if not self.writes:
-            return
-        with self._writing(name, len(data)), whole_file(self.path / name) as beside:
-            beside.write_bytes(data)
+        if self.writes:
+            put(self.path / name, data, self._then())
 
-    def _writing(self, name: str, needed: int | None = None) -> AbstractContextManager[None]:
+    def _then(self) -> str:
+        """What to do after freeing space on a disk that was full."""
         begun = (self.path / "config.json").exists()
-        then = f"then continue with `hyperkron resume {shlex.quote(str(self.path))}`" if begun else ""
-        return in_words(self.path / name, needed, then)
+        return f"then continue with `hyperkron resume {shlex.quote(str(self.path))}`" if begun else ""
 
     def log(self, event: str, **fields: Any) -> None:
         """Add one line to log.jsonl."""
@@ -191,7 +189,7 @@ class RunFolder:
         line = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "event": event, **fields}
         path = self.path / "log.jsonl"
         with (
-            self._writing("log.jsonl"),
+            in_words(path, then=self._then()),
             os.fdopen(open_ordinary(path, os.O_RDWR | os.O_CREAT, follow=False), "r+b") as file,
         ):
             end = file.seek(0, os.SEEK_END)
@@ -218,26 +216,16 @@ class RunFolder:
             if isinstance(found, dict) and found.get("event") == event and _sound(found, event):
                 yield found
 
-    def _put_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Put a safetensors file in place as a whole; its record."""
-        beside = self.path / f"{name}.part"
-        with self._writing(name, sum(x.numel() * x.element_size() for x in tensors.values())):
-            beside.unlink(missing_ok=True)
-            record = write_tensors(beside, {key: x.contiguous() for key, x in tensors.items()})
-            beside.replace(self.path / name)
-            flush_folder(self.path)
-        return record
-
     def write_model(self, network: nn.Module) -> None:
         """model.safetensors: parameters and buffers by name."""
         if self.writes:
-            self._put_tensors("model.safetensors", network.state_dict())
+            put_tensors(self.path / "model.safetensors", network.state_dict(), self._then())
 
     def write_inputs(self, about: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         """inputs.json and inputs.safetensors: how new rows become inputs of the network."""
         if not self.writes:
             return
-        record = self._put_tensors("inputs.safetensors", tensors)
+        record = put_tensors(self.path / "inputs.safetensors", tensors, self._then())
         self.write_json("inputs.json", {"format": FORMAT, **about, "file": record, "tensors": sorted(tensors)})
 
     def write_rows(self, train: Labelled, scores: dict[str, Tensor]) -> None:
@@ -368,7 +356,7 @@ def _remove(folder: Path, say: Callable[[str], None]) -> None:
     """Take away what a run has written; whatever else somebody put there stays."""
     for name in (*FILES, HASHES):
         (folder / name).unlink(missing_ok=True)
-        (folder / f"{name}.part").unlink(missing_ok=True)
+        remove_stale(folder / name)
     for name in FOLDERS:
         if (folder / name).is_dir() and not (folder / name).is_symlink():
             shutil.rmtree(folder / name)

@@ -17,27 +17,13 @@ from torch import Tensor, nn
 from hyperkron.cleaning.config import CleanConfig
 from hyperkron.cleaning.data import InputForm, Labelled
 from hyperkron.cleaning.data.files import np
-from hyperkron.cleaning.models import HashedNgrams, Hidden, TextEncoder, default_model
+from hyperkron.cleaning.models import HashedNgrams, TextEncoder, default_model
 from hyperkron.cleaning.stages import Stages, Tensors
 from hyperkron.cleaning.trainer import Dense, Inputs
 from hyperkron.solution import HyperkronError
 
 if TYPE_CHECKING:
     from hyperkron.cleaning.models.encoder import Progress as TokenProgress
-
-
-@dataclass(frozen=True)
-class States:
-    """Inputs of an encoder whose last layers are trained: the states that enter them."""
-
-    hidden: Hidden
-    device: torch.device
-
-    def __len__(self) -> int:
-        return len(self.hidden)
-
-    def batch(self, rows: Tensor) -> tuple[Tensor, ...]:
-        return self.hidden.batch(rows.cpu(), device=self.device)
 
 
 @dataclass(frozen=True)
@@ -61,7 +47,7 @@ class InputTransform:
         """The inputs of rows, on a device."""
         if self.layers:
             assert isinstance(self.vectors, TextEncoder)
-            return States(self.vectors.prefix([str(text) for text in rows], self.layers, progress=progress), device)
+            return replace(self.vectors.prefix(list(map(str, rows)), self.layers, progress=progress), device=device)
         return self.scaled(self.raw(rows, device, progress), device)
 
     def scaled(self, values: Tensor, device: torch.device) -> Dense:

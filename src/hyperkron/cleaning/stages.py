@@ -7,16 +7,15 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hyperkron.solution import HyperkronError, warn_once
 from hyperkron.training.encoding import DamagedCheckpoint
-from hyperkron.training.files import TensorFile, read_json, write_tensors
+from hyperkron.training.files import TensorFile, put_tensors, read_json
 from hyperkron.training.locks import FolderLock, HeldError
-from hyperkron.training.writing import in_words, whole_file
+from hyperkron.training.writing import in_words, put
 
 Tensors = dict[str, Tensor]
 RULES = 5
@@ -86,16 +85,10 @@ class Stages:
         if self.folder is None:
             self._found[name] = tensors
             return
-        target, record = self.folder / f"{name}.safetensors", self.folder / f"{name}.json"
-        needed = sum(x.numel() * x.element_size() for x in tensors.values())
         then = f"then continue with `hyperkron resume {shlex.quote(str(self.folder.parent))}`"
-        with in_words(target, needed, then):
-            record.unlink(missing_ok=True)
-            target.unlink(missing_ok=True)
-            about: dict[str, Any] = {"file": write_tensors(target, tensors), "tensors": sorted(tensors), "of": self.of}
-            about["seconds"] = self.seconds.get(name, 0.0)
-            with whole_file(record) as beside:
-                beside.write_bytes(json.dumps(about).encode("ascii"))
+        file = put_tensors(self.folder / f"{name}.safetensors", tensors, then)
+        about = {"file": file, "tensors": sorted(tensors), "of": self.of, "seconds": self.seconds.get(name, 0.0)}
+        put(self.folder / f"{name}.json", json.dumps(about).encode("ascii"), then)
 
 
 class SharedStages(Stages):

@@ -59,7 +59,7 @@ def clean(options: Any, given: list[str]) -> int:
             progress=shown,
             command=shlex.join(["hyperkron", *given]),
             on_result=_first_report(options),
-            **_sharing(options),
+            **getattr(options, "shared", {}),
             **{name: getattr(options, name) for name in OWN if getattr(options, name) is not None},
             **reading(options),
         )
@@ -84,19 +84,9 @@ def resume(options: Any, given: list[str]) -> int:
             expected=expected_settings(options),
             progress=shown,
             on_result=_first_report(options),
-            **_sharing(options),
+            **getattr(options, "shared", {}),
         )
     return _finish(options, out)
-
-
-def _sharing(options: Any) -> dict[str, Any]:
-    """The other processes, where torchrun has started some."""
-    meeting = getattr(options, "sharing", None)
-    if meeting is None:
-        return {}
-    from hyperkron.cleaning.run import Sharing
-
-    return {"sharing": Sharing(meeting.size, meeting.tell)}
 
 
 def _first_report(options: Any) -> Callable[[Path], None] | None:

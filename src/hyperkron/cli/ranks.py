@@ -54,7 +54,9 @@ def run(command: Callable[[Any, list[str]], int], options: Any, given: list[str]
     with Meeting(rank, size) as meeting:
         if rank > 0:
             return _assist(meeting.folder(), size, options)
-        options.sharing = meeting
+        from hyperkron.cleaning.run import Sharing
+
+        options.shared = {"sharing": Sharing(size, meeting.tell)}
         return command(options, given)
 
 
@@ -86,7 +88,7 @@ class Meeting:
     """
 
     def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size, self._told = rank, size, False
+        self._rank, self._size, self._told = rank, size, False
 
     def __enter__(self) -> Meeting:
         from torch.distributed import PrefixStore, rendezvous
@@ -94,7 +96,7 @@ class Meeting:
         from hyperkron.solution import HyperkronError
 
         try:
-            store, _, _ = next(iter(rendezvous("env://", self.rank, self.size, timeout=START)))
+            store, _, _ = next(iter(rendezvous("env://", self._rank, self._size, timeout=START)))
         except (RuntimeError, ValueError) as error:
             raise HyperkronError(
                 f"the store of torchrun cannot be reached ({str(error)[:200]}); to run the command alone inside a "
@@ -104,7 +106,7 @@ class Meeting:
         return self
 
     def __exit__(self, *reason: object) -> None:
-        if self.rank == 0:
+        if self._rank == 0:
             with suppress(RuntimeError):  # they may have been ended too
                 self.tell(None)
 

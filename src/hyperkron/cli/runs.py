@@ -22,7 +22,7 @@ from hyperkron.cli.cleaning import READING, load_model, showing
 from hyperkron.cli.options import as_options
 from hyperkron.cli.output import UsageError, say, say_json
 from hyperkron.solution import HyperkronError, HyperkronWarning
-from hyperkron.training.writing import in_words, read_plain, whole_file
+from hyperkron.training.writing import put, read_plain
 
 MAJORITY = "the labels written are the majority of the votes on each row, apart from those that were changed."
 """What is said where a file of several labels per row gets one."""
@@ -210,10 +210,7 @@ def predict(options: Any, given: list[str]) -> int:
     if out is None:
         say_json({"predictions": lines, **about})
         return 0
-    with in_words(out, len(text)):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(out) as beside:
-            beside.write_bytes(text.encode("utf-8", "replace"))
+    put(out, text.encode("utf-8", "replace"))
     if options.json:
         say_json({"file": str(out), **about})
     elif not options.quiet:

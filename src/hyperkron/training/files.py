@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hyperkron.training.encoding import DTYPES, DamagedCheckpoint
-from hyperkron.training.writing import open_plain
+from hyperkron.training.writing import in_words, open_ordinary, open_plain, whole_file
 
 CHUNK = 2**20
 MAX_HEADER = 100_000_000
@@ -26,9 +26,10 @@ MAX_JSON = 2**28
 
 
 def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, Any]:
-    """Write a new file durably, piece by piece; its size and SHA-256."""
+    """Write a file durably, piece by piece; its size and SHA-256."""
     digest, size = hashlib.sha256(), 0
-    with path.open("xb") as file:
+    descriptor = open_ordinary(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, follow=False)
+    with os.fdopen(descriptor, "wb") as file:
         for piece in pieces:
             file.write(piece)
             digest.update(piece)
@@ -62,6 +63,13 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
                 yield memoryview((ctypes.c_char * count).from_address(here.data_ptr())).cast("B")
 
     return _write(path, pieces())
+
+
+def put_tensors(path: Path, tensors: dict[str, Tensor], then: str = "") -> dict[str, Any]:
+    """Put a safetensors file in place whole; its size and SHA-256. ``then`` is as for :func:`writing.in_words`."""
+    needed = sum(x.numel() * x.element_size() for x in tensors.values())
+    with in_words(path, needed, then), whole_file(path) as temporary:
+        return write_tensors(temporary, tensors)
 
 
 @contextlib.contextmanager

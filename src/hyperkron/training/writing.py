@@ -124,6 +124,14 @@ def whole_file(out: Path) -> Iterator[Path]:
             os.close(descriptor)
 
 
+def put(out: Path, data: bytes, then: str = "") -> None:
+    """Put a file in place whole, with the folders above it; ``then`` is as for :func:`in_words`."""
+    with in_words(out, len(data), then):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(out) as temporary:
+            temporary.write_bytes(data)
+
+
 def _stem(out: Path) -> str:
     """The start of the names of temporary files of ``out``, short enough for any file system."""
     return f".{out.name[:60]}."
@@ -144,15 +152,12 @@ def _locked_file(out: Path) -> tuple[Path, int]:
         os.close(descriptor)  # taken for stale, and removed, before it was locked
 
 
-def remove_stale(out: Path, pattern: str | None = None) -> None:
-    """Remove temporary files of ``out`` that killed processes left behind; files in use are locked and stay.
-
-    ``pattern`` selects names in the same folder; by default those of ``whole_file``.
-    """
+def remove_stale(out: Path) -> None:
+    """Remove temporary files of ``out`` that killed processes left behind; files in use are locked and stay."""
     if fcntl is None:
         return
     try:
-        names = list(out.parent.glob(pattern or f"{glob.escape(_stem(out))}*{_END}"))
+        names = list(out.parent.glob(f"{glob.escape(_stem(out))}*{_END}"))
     except OSError:
         return
     for path in names:

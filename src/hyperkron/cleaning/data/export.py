@@ -13,7 +13,7 @@ from hyperkron.cleaning.data.limits import ReadOptions
 from hyperkron.cleaning.data.sources import locate
 from hyperkron.cleaning.data.values import Array
 from hyperkron.solution import HyperkronError
-from hyperkron.training.writing import in_words, whole_file
+from hyperkron.training.writing import put
 from hyperkron.validation import check_one_of
 
 
@@ -67,8 +67,5 @@ def export_rows(
         raise HyperkronError(f"out={str(out)!r} exists already; choose another name, or pass overwrite=True.")
     content = form.write(place, kept)
     content = gzip.compress(content, mtime=0) if out.name.lower().endswith(".gz") else content
-    with in_words(out, len(content)):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(out) as temporary:
-            temporary.write_bytes(content)
+    put(out, content)
     return out

@@ -21,6 +21,7 @@ class Hidden:
     Attributes:
         values: the states (Σ T_i, H).
         starts: where each text begins, and the end of the last; (N + 1,).
+        device: where batches go; None leaves them with the states.
 
     Example:
         >>> import torch
@@ -32,6 +33,7 @@ class Hidden:
 
     values: Tensor
     starts: Tensor
+    device: torch.device | None = None
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -47,6 +49,7 @@ class Hidden:
         mask = position < lengths[:, None]
         index = (begin[:, None] + position).clamp(max=max(len(self.values) - 1, 0))
         states = self.values[index].to(dtype) * mask.unsqueeze(-1)
+        device = device or self.device
         return states.to(device), mask.to(device)
 
     def select(self, rows: Sequence[int] | Tensor) -> Hidden:

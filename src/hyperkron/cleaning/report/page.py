@@ -16,7 +16,7 @@ from hyperkron.cleaning.explain import Explanation
 from hyperkron.cleaning.recorded import installed_version
 from hyperkron.cleaning.report import plots, wording
 from hyperkron.cleaning.report.folder import RunContents, Suspect, read_run
-from hyperkron.training.writing import in_words, remove_stale, whole_file
+from hyperkron.training.writing import put
 from hyperkron.validation import need
 
 PAGE_SIZE = 50
@@ -84,9 +84,7 @@ def write_report(run_folder: str | Path) -> Path:
         'report.html'
     """
     folder = Path(run_folder)
-    page, target = render(read_run(folder)), folder / "report.html"
-    remove_stale(target, ".report-????????.html")  # the names of earlier versions
-    return _write(page, target)
+    return _write(render(read_run(folder)), folder / "report.html")
 
 
 def write_explanation(explanation: Explanation, target: str | Path) -> Path:
@@ -105,9 +103,7 @@ def write_explanation(explanation: Explanation, target: str | Path) -> Path:
 
 
 def _write(page: str, target: Path) -> Path:
-    data = page.encode("utf-8", "replace")
-    with in_words(target, len(data)), whole_file(target) as temporary:
-        temporary.write_bytes(data)
+    put(target, page.encode("utf-8", "replace"))
     return target
 
 
