@@ -176,8 +176,8 @@ class LevelOptimizer:
             warn_once(
                 f"{level}-strangers {strangers}",
                 f"{level}_optimizer also holds a parameter of shape {strangers[0]} (and {len(strangers) - 1} others) "
-                f"that is not one of {whose}, so this run never moves it; to train it, pass as {whose} one module that "
-                "holds it too, such as a criterion with parameters of its own.",
+                f"that is not one of {whose}, so this run does not train it; to train it, pass as {whose} one module "
+                "that holds it too, such as a criterion with parameters of its own.",
             )
 
     def warn_of_decay(self) -> None:
@@ -189,8 +189,8 @@ class LevelOptimizer:
         remedy = f"add hyperkron.losses.l2(model, {decay / 2:g}) to the inner loss and set weight_decay=0"
         if any(name in kind for name in DECOUPLED) or any(group.get("decoupled_weight_decay") for group in groups):
             remedy = (
-                "as it is decoupled from the gradients, no penalty trains alike: to have it counted, set "
-                "weight_decay=0, add hyperkron.losses.l2(model, ...) to the inner loss and tune its coefficient"
+                "set weight_decay=0, add hyperkron.losses.l2(model, ...) to the inner loss and tune its coefficient: "
+                f"no penalty trains exactly like the decoupled decay of {kind}"
             )
         warn_once(
             "optimizer-decay",

@@ -63,7 +63,9 @@ class BilevelProblem:
                     f"{name}={function!r} is not callable; pass a function (model, hyper, batch) -> loss."
                 )
         if self.autocast not in (None, True, False):
-            raise HyperkronError(f"autocast={self.autocast!r} must be True, False, or None to look whether it is good.")
+            raise HyperkronError(
+                f"autocast={self.autocast!r} must be True, False, or None to check whether it is precise enough."
+            )
 
     def parts(self, batch: Any) -> list[Any]:
         """The pieces of ``batch`` in which curvature is measured, one after the other; by default ``batch`` itself."""
@@ -117,7 +119,7 @@ def shares(counts: list[tuple[float, ...]]) -> list[float]:
     found = [[part / sum(column) for part in column] for column in zip(*counts, strict=True)]
     if any(abs(x - y) > 1e-9 for column in found[1:] for x, y in zip(found[0], column, strict=True)):
         raise HyperkronError(
-            f"the criteria of the loss run over different shares of the rows ({found}), so that no one weight of a "
-            "micro-batch is right; mask them alike, or use whole batches."
+            f"the criteria of the loss run over different shares of the rows ({found}), so no single weight of a "
+            "micro-batch is right; give all criteria the same mask, or use whole batches."
         )
     return found[0]

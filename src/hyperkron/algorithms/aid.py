@@ -26,6 +26,8 @@ class AID(Algorithm):
     Args:
         hypergradient: any :class:`~hyperkron.hypergradient.Hypergradient`, such as ``hk.kfac(damping=1e-3)``.
         inner_steps: T.
+        inner_rate, outer_rate: step sizes α and γ if no optimizer of that level is given to ``hk.fit``.
+        seed: of random numbers that an algorithm draws itself; AID draws none.
 
     Reference: Grazzi, Franceschi, Pontil & Salzo, "On the iteration complexity of hypergradient computation"
     (ICML 2020); with KFAC: Liao, Dangel & Yu (AISTATS 2026).

@@ -130,8 +130,8 @@ class State:
                 what = "unfrozen" if changed[0] in now else "frozen"
                 raise HyperkronError(
                     f"{argument} parameter {changed[0]} (and {len(changed) - 1} others) was {what} after the run was "
-                    "made, but a run trains the parameters it began with; call fit again, which goes on from θ and λ "
-                    "as they are (with an optimizer that holds the parameters that are trained now)."
+                    "made, but a run trains the parameters it began with; call fit again, which continues from the "
+                    "present θ and λ (with an optimizer that holds the parameters that are to be trained)."
                 )
 
     def finish(

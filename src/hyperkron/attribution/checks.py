@@ -100,7 +100,7 @@ def check_processes(params: Tree) -> None:
         warn_once(
             "attribution processes",
             f"there are {dist.get_world_size()} processes, but attribution does not share work among them: each that "
-            "calls it computes all scores for itself. Call it on one process (rank 0), or give each its own queries.",
+            "calls it computes all scores. Call it on one process (rank 0), or give each its own queries.",
         )
 
 

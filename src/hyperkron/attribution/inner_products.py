@@ -133,8 +133,8 @@ class LayerProducts(Products):
         lengths = {len(part) for call in reached for part in (call.x, call.g)} - {count}
         if lengths:
             raise UnsuitableError(
-                f"a batch of {count} examples reaches layers as {min(lengths)} rows, so which belong to an example is "
-                "open; use way='forward', or layers whose first dimension is the example."
+                f"a batch of {count} examples reaches layers as {min(lengths)} rows, so it is not clear which "
+                "rows belong to an example; use way='forward', or layers whose first dimension is the example."
             )
         self.positions = {}
         for call in reached:

@@ -61,8 +61,8 @@ class Store:
             for name in (VECTORS, SCORES):
                 if (self.folder / name).exists():
                     raise HyperkronError(
-                        f"out={str(self.folder)!r} has {name} but no {PROGRESS}, so whose it is cannot be told; move "
-                        "it away, or choose another folder."
+                        f"out={str(self.folder)!r} has {name} but no {PROGRESS}, so it is not known which call wrote it; "
+                        "move it away, or choose another folder."
                     )
             self._progress()
         new = not (self.folder / SCORES).exists()

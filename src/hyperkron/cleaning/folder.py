@@ -205,8 +205,8 @@ class RunFolder:
             lines = read_plain(path).decode("ascii", "replace").splitlines() if there else []
         except OSError as error:
             raise HyperkronError(
-                f"{path} cannot be read ({error.strerror or error}); remove it, which loses only the times of finished "
-                "stages, and go on."
+                f"{path} cannot be read ({error.strerror or error}); delete it and continue: only the times of "
+                "finished stages are lost."
             ) from error
         for line in lines:
             try:

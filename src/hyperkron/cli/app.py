@@ -105,7 +105,7 @@ def _interrupted(options: Any, code: int) -> int:
     folder = getattr(options, "run", None) or getattr(options, "out", None)
     text = "Interrupted. Nothing was written; run the same command again."
     if getattr(options, "command", "") == "sweep":
-        text = "Interrupted. Trials that were finished are kept; run the same command again to go on."
+        text = "Interrupted. Trials that were finished are kept; run the same command again to continue."
     elif folder and getattr(options, "command", "") in ("clean", "resume"):
         if finished(Path(folder)):
             text = f"Interrupted. The run in {folder} is finished; see `hyperkron report {shlex.quote(folder)}`."

@@ -170,7 +170,11 @@ def truncated(steps: int, last: int, optimizer: Step = _DEFAULT, *, checkpoint_e
         last: K, the number of final steps to differentiate through; (θ^{T−K}, s^{T−K}) is held constant.
         steps, optimizer, checkpoint_every: see :class:`Unrolled`.
 
-    Reference: Shaban et al., "Truncated Back-propagation for Bilevel Optimization" (2019).
+    Reference: Shaban et al., "Truncated Back-propagation for Bilevel Optimization" (AISTATS 2019).
+
+    Example: ten steps of SGD, differentiated through the last three.
+        >>> truncated(10, 3, SGD(lr=0.1)).last
+        3
     """
     return Unrolled(steps, optimizer, last, checkpoint_every)
 
@@ -187,7 +191,11 @@ def one_step(lr: float) -> Unrolled:
         lr: η.
 
     Reference: Luketina et al., "Scalable Gradient-Based Tuning of Continuous Regularization Hyperparameters"
-    (2016); Liu, Simonyan and Yang, "DARTS: Differentiable Architecture Search" (2019).
+    (ICML 2016); Liu, Simonyan & Yang, "DARTS: Differentiable Architecture Search" (ICLR 2019).
+
+    Example:
+        >>> one_step(lr=0.1).steps
+        1
     """
     return Unrolled(1, SGD(lr))
 

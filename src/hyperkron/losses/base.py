@@ -240,7 +240,7 @@ class Loss:
         """The unweighted losses of the examples, (N,), attached to the graph, if J has a single criterion."""
         if len(self.terms) != 1:
             raise HyperkronError(
-                f"per_example: the loss has {len(self.terms)} criteria, so whose examples are meant is open; "
+                f"per_example: the loss has {len(self.terms)} criteria, so it is not clear whose examples are meant; "
                 "read loss.terms[i].per_example, or ask the loss before adding to it."
             )
         return self.terms[0].per_example

@@ -109,7 +109,7 @@ def _class_indices(target: Tensor, output: Tensor, ignore_index: int) -> tuple[T
         )
     if not bool(valid.any()):
         raise HyperkronError(
-            f"target: all {target.numel()} rows equal ignore_index={ignore_index}, so the mean is over none; "
+            f"target: all {target.numel()} rows equal ignore_index={ignore_index}, so there is nothing to average; "
             "skip such batches, or change ignore_index."
         )
     return safe, valid, None

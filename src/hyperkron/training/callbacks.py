@@ -157,7 +157,7 @@ class EarlyStopping(Callback):
     def on_end(self, run: Run) -> None:
         if self.waited == 0 and self.best == math.inf and run.state.step > 0:
             warnings.warn(
-                f"EarlyStopping saw no number in the column {self.figure!r} so far, so that it cannot stop the run; "
+                f"EarlyStopping saw no number in the column {self.figure!r} so far, so it cannot stop the run; "
                 "check the name, and put the callback that gives it before this one.",
                 HyperkronWarning,
                 stacklevel=2,
@@ -219,8 +219,8 @@ class Checkpoint(Callback):
             self._save(run)
         if self.best is not None and self.best_step is None and run.state.step > 0:
             warnings.warn(
-                f"Checkpoint found no finite number in the column best={self.best!r} at the steps it saved, so that it "
-                "kept no best step; check the name, and save at steps that have this figure.",
+                f"Checkpoint found no finite number in the column best={self.best!r} at the steps it saved, so "
+                "it kept no best step; check the name, and save at steps that have this figure.",
                 HyperkronWarning,
                 stacklevel=2,
             )

@@ -103,8 +103,8 @@ def synchronised(problem: BilevelProblem, model: nn.Module, hyper: nn.Module | N
     group = problem.group
     if isinstance(model, DistributedDataParallel) and not isinstance(problem, DataParallel):
         raise HyperkronError(
-            "model is a DistributedDataParallel, but problem is not divided among processes, so that each would move λ "
-            "for itself; use hyperkron.training.DataParallel(problem)."
+            "model is a DistributedDataParallel, but problem is not divided among processes, so each process would "
+            "train its own λ; use hyperkron.training.DataParallel(problem)."
         )
     model = unwrapped(model)
     check(model, hyper, group if problem.divided else None)
@@ -156,7 +156,7 @@ class _Divided:
         if len(loss.terms) > 1 and bool((shares - shares[:, :1]).abs().max() > 1e-9):
             raise HyperkronError(
                 f"the criteria of the {self.level} loss run over different shares of the rows ({shares.tolist()}, by "
-                "rank), so that no one weight of a rank is right; mask them alike."
+                "rank), so no single weight of a rank is right; give all the same mask."
             )
         share, total = shares[self.group.rank, 0], (shares[:, 0] * table[:, 0]).sum()
         place, weight = BatchPlace(table[:, 1], self.group.rank), share.to(value)

@@ -91,7 +91,7 @@ def test_entities_are_marked(tmp_path: Path) -> None:
     [
         ([("a", 0, [3, 0])], None, "weak_labels must be from -1"),
         ([("a", 0, [True, 0])], None, "weak_labels must be from -1"),
-        ([("a", 0, [1]), ("b", 0, [1, 2])], None, "all must have as many"),
+        ([("a", 0, [1]), ("b", 0, [1, 2])], None, "all must have the same number"),
         ([("a", 7, [1])], None, "label=7 is not a class"),
         ([(3, 0, [1])], None, "lacks a text"),
         ([], None, "is empty"),

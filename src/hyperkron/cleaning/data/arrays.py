@@ -50,7 +50,10 @@ def read_idx(path: str | Path, max_bytes: int = ReadOptions.max_bytes) -> Tensor
     """
     content = read_bounded(Path(path), ReadOptions(max_bytes=max_bytes))
     if len(content) < 4 or content[:2] != b"\0\0" or content[2] not in _DTYPES:
-        raise HyperkronError(f"path={str(path)!r} is not an IDX file: it starts with {content[:4].hex() or 'nothing'}.")
+        first = content[:4].hex() or "nothing"
+        raise HyperkronError(
+            f"path={str(path)!r} is not an IDX file: it starts with {first}; name one, or fetch it again."
+        )
     dtype, start = np.dtype(_DTYPES[content[2]]), 4 + 4 * content[3]
     if len(content) < start:
         raise HyperkronError(f"path={str(path)!r} ends within its header; fetch it again.")
@@ -83,7 +86,9 @@ def read_npz(path: Path, options: ReadOptions) -> dict[str, Array]:
     except HyperkronError:
         raise
     except (zipfile.BadZipFile, OSError, EOFError, ValueError, NotImplementedError, RuntimeError) as error:
-        raise HyperkronError(f"{str(path)!r} is not a readable .npz file ({str(error)[:150]}).") from error
+        raise HyperkronError(
+            f"{str(path)!r} is not a readable .npz file ({str(error)[:150]}); save it again."
+        ) from error
 
 
 def _member(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, path: Path) -> Array:
@@ -312,7 +317,8 @@ def read_cifar(place: Place) -> Raw:
         content = np.frombuffer(read_bounded(file, place.options), dtype=np.uint8)
         if not len(content) or len(content) % size:
             raise HyperkronError(
-                f"{str(file)!r} has {len(content)} bytes, no multiple of the {size} of a CIFAR record; fetch it again."
+                f"{str(file)!r} has {len(content)} bytes, not a multiple of the {size} of a CIFAR record; "
+                "fetch it again."
             )
         records.append(content.reshape(-1, size))
     joined = np.concatenate(records)

@@ -124,6 +124,6 @@ def _tiles(folder: Path, name: str, options: ReadOptions) -> Array:
         raise HyperkronError(f"{str(sheet)!r} cannot be read ({error}); fetch it again.") from error
     height, width = pixels.shape[0] // _TILES, pixels.shape[1] // _TILES
     if pixels.shape[:2] != (_TILES * height, _TILES * width) or not height or not width:
-        raise HyperkronError(f"{str(sheet)!r} is {pixels.shape[:2]}, no sheet of {_TILES} × {_TILES} tiles.")
+        raise HyperkronError(f"{str(sheet)!r} is {pixels.shape[:2]}, not a sheet of {_TILES} × {_TILES} tiles.")
     grid: Array = pixels.reshape(_TILES, height, _TILES, width, 3).transpose(0, 2, 4, 1, 3)
     return grid.reshape(-1, 3, height, width)

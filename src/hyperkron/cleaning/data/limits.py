@@ -88,13 +88,13 @@ class Bounds:
         if limit == "max_cells" and count > max(FREE_CELLS, CELLS_PER_BYTE * self.stored):
             raise HyperkronError(
                 f"{self.name} has {self.stored} bytes for {count} cells (rows × columns) or more, over "
-                f"{CELLS_PER_BYTE} cells a byte, as files have that are {_MADE_TO_FILL} save it as plain CSV and read "
+                f"{CELLS_PER_BYTE} cells a byte, like files that are {_MADE_TO_FILL} save it as plain CSV and read "
                 "that."
             )
         if limit == "max_bytes" and count > max(FREE_BYTES, MAX_RATIO * self.stored):
             raise HyperkronError(
                 f"{self.name} has {self.stored} bytes and grows to {count} or more, over {MAX_RATIO} times as many, "
-                f"as files do that are {_MADE_TO_FILL} decompress it first and read that."
+                f"like files that are {_MADE_TO_FILL} decompress it first and read that."
             )
 
 

@@ -146,7 +146,9 @@ def _marked(entry: dict[str, Any]) -> str:
 def _votes(lists: list[list[Any]], classes: int, path: Path) -> Array:
     widths = {len(votes) for votes in lists}
     if len(widths) != 1 or 0 in widths:
-        raise HyperkronError(f"{str(path)!r}: rows have {listing(sorted(widths))} weak_labels; all must have as many.")
+        raise HyperkronError(
+            f"{str(path)!r}: rows have {listing(sorted(widths))} weak_labels; all must have the same number."
+        )
     if not all(type(vote) is int and SILENT <= vote < classes for votes in lists for vote in votes):
         raise HyperkronError(f"{str(path)!r}: weak_labels must be from -1 (abstains) to {classes - 1}.")
     return np.array(lists, dtype=np.int64)

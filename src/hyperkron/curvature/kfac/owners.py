@@ -225,8 +225,8 @@ def agreed(group: Group, work: Callable[[], tuple[T, Status]]) -> tuple[T, Statu
     if error is not None:
         raise error
     if worst is NonFiniteError:
-        raise NonFiniteError("factors of another process are not finite; it says which.")
+        raise NonFiniteError("factors of another process are not finite; its own message names them.")
     if worst is FactorizationError:
-        raise FactorizationError("factors of another process could not be factorised; it says which")
+        raise FactorizationError("factors of another process could not be factorised; its own message names them")
     assert isinstance(worst, Status)
     return found, worst
