@@ -61,7 +61,7 @@ class Store:
             for name in (VECTORS, SCORES):
                 if (self.folder / name).exists():
                     raise HyperkronError(
-                        f"out={str(self.folder)!r} has {name} but no {PROGRESS}, so it is not known which call wrote it; "
+                        f"out={str(self.folder)!r} has {name} but no {PROGRESS}, so the call that wrote it is unknown; "
                         "move it away, or choose another folder."
                     )
             self._progress()
