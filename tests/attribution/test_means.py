@@ -112,7 +112,7 @@ def test_criteria_with_different_masks_have_no_loss_of_all_batches() -> None:
 
     options = {"query_loss": two, "method": hk.identity(), "aggregate": True}
     rows = (queries[0], queries[1], masked)
-    with pytest.raises(hk.HyperkronError, match=r"aggregate=True .* mask them alike.* With batch_size=10 or more"):
+    with pytest.raises(hk.HyperkronError, match=r"aggregate=True .* same mask.* With batch_size=10 or more"):
         hk.attribute(mean, model, train, rows, batch_size=3, **options)
     assert hk.attribute(mean, model, train, rows, batch_size=10, **options).scores.isfinite().all()
 

@@ -270,7 +270,7 @@ def test_differently_masked_criteria_are_refused() -> None:
         return hk.losses.cross_entropy(out, batch[1]) + hk.losses.mse(out, torch.zeros_like(out))
 
     problem = hk.training.Accumulated(hk.BilevelProblem(inner, inner), 4)
-    with pytest.raises(hk.HyperkronError, match="mask them alike"):
+    with pytest.raises(hk.HyperkronError, match="same mask"):
         problem.inner(model, nn.Module(), (x, y))
 
 
