@@ -139,6 +139,8 @@ class _LayerHooks:
         self, v: dict[str, Tensor], module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: Any
     ) -> Any:
         inputs = (*given, *named.values())
+        if any(p is not None and not p.is_leaf for p in module._parameters.values()):  # by functional_call
+            raise NoAdjointError(f"{type(module).__name__} is called with functions of its parameters")
         if not isinstance(output, Tensor) or len(inputs) != 1 or not isinstance(inputs[0], Tensor):
             raise NoAdjointError(f"{type(module).__name__} has more than one input or output")
         if not output.requires_grad:  # under no_grad: the loss does not depend on this call
@@ -158,6 +160,10 @@ class _LayerHooks:
         return Tap.apply(output, self.token, partial(self._receive, tangent), inputs[0])
 
     def _receive(self, tangent: Tangent, g: Tensor, x: Tensor) -> None:
+        if not self.count:  # a gradient that the inner loss computes itself
+            if torch.is_grad_enabled():
+                raise NoAdjointError("the inner loss holds gradients of the model (create_graph=True)")
+            return
         with no_grad_no_autocast(g):
             found = tangent(x, g)
             if found.shape[0] % self.count:
@@ -175,7 +181,8 @@ def _layers(point: Point, v: Tree) -> dict[nn.Module, dict[str, Tensor]]:
             continue
         mixing = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
         capped = isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq)
-        if mixing or capped or any(True for _ in module.children()):
+        computed = {"weight", "bias"} & vars(module).keys()  # by a hook, from other parameters: torch.nn.utils.prune
+        if mixing or capped or computed or any(True for _ in module.children()):
             raise NoAdjointError(f"{next(iter(own.values()))} belongs to a {type(module).__name__}")
         found[module] = {local: v[name] for local, name in own.items()}
     missing = names.keys() - {id(p) for module in found for p in module._parameters.values()}

@@ -221,7 +221,8 @@ class _Search:
                 self.reasons.append("forward: gradients are stopped by no_grad")
         best, tolerance = None, precision(point).tolerance
         for full in (True, False) if half(point) else (False, True) if tf32(point) else (False,):
-            near = self._tried(Way("difference", full=full))
+            way = Way("difference", full=full)
+            near = self._tried(way) if full else self._searched(way)  # the last resort
             best = near if best is None or (near is not None and near.error < best.error) else best
             if best is not None and best.error <= tolerance:
                 break
@@ -238,11 +239,8 @@ class _Search:
         """Forward mode if its tangents agree with the gradients, else double backward."""
         try:
             found = self._searched(Way("forward", form))
-        except ChangedError:  # the loss is different if θ requires no gradient
-            exact = self._tried(Way("reverse"))
-            if exact is None:
-                raise
-            return self._replaced(exact) or exact
+        except RuntimeError as failure:
+            return self._instead_of(failure)
         right = self._moves_by_gradient(loss, found) if form else self._tangent_is_slope(found.changes)
         return found if right else self._replaced(self._tried(Way("reverse"))) or found
 
@@ -250,7 +248,10 @@ class _Search:
         """The finite difference with the given radius if one with a small radius is correct, else double backward."""
         point, v = self.point, self.v
         fine = _Search(point, v, "auto", None)
-        near = fine._searched(Way("difference", form))
+        try:
+            near = fine._searched(Way("difference", form))
+        except RuntimeError as failure:
+            return self._instead_of(failure)
         if form:
             right = self._moves_by_gradient(loss, near)
             truth = None if right else self._tried(Way("reverse"))
@@ -278,6 +279,13 @@ class _Search:
             )
         return replace(near, way=way, cross=cross, error=error)
 
+    def _instead_of(self, failure: RuntimeError) -> _Found:
+        """Double backward, because the inner loss fails, or is different, if θ requires no gradient."""
+        exact = self._tried(Way("reverse"))
+        if exact is None or isinstance(failure, torch.OutOfMemoryError):
+            raise failure
+        return self._replaced(exact) or exact
+
     def _replaced(self, exact: _Found | None) -> _Found | None:
         """``exact`` (double backward) instead of the requested way, which would be wrong; warns once."""
         if exact is None:
@@ -286,8 +294,8 @@ class _Search:
         warn_once(
             f"cross-stopped-{self.mode}",
             f"cross='{self.mode}' would be wrong: the inner loss holds something constant that moves with θ (through "
-            "detach(), no_grad or a straight-through estimator). Double backward was used instead; write "
-            "cross='reverse', or let λ weight the losses of hyperkron.losses.",
+            "detach(), no_grad or a straight-through estimator), or needs gradients in θ itself. Double backward was "
+            "used instead; write cross='reverse', or let λ weight the losses of hyperkron.losses.",
         )
         return exact
 
@@ -303,14 +311,13 @@ class _Search:
     def _tried(self, way: Way, *, needed: bool = True) -> _Found | None:
         """X(v) by ``way``; if that is impossible, ``None``, with the reason added to ``reasons``.
 
-        Errors of the plain difference, the last resort, are raised, and so are memory errors if the way is ``needed``.
+        Memory errors are raised if the way is ``needed``.
         """
         refusals = (UndifferentiableError if way.mode == "reverse" else HyperkronError, RuntimeError)
         try:
             return self._searched(way)
         except refusals as failure:
-            last = way.mode == "difference" and not way.full
-            if last or (needed and isinstance(failure, torch.OutOfMemoryError)):
+            if needed and isinstance(failure, torch.OutOfMemoryError):
                 raise
             first_line = (str(failure).strip().splitlines() or [type(failure).__name__])[0]
             self.reasons.append(f"{way.mode}: {first_line}")
