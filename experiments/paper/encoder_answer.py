@@ -33,27 +33,9 @@ def answer(result: Result) -> list[str]:
     found = differences(stages, "accuracy")
     if not found:
         return []
-    again, order = differences(stages, "again"), differences(stages, "auc", 100.0)
     compared = gaps(stages)
-    said = [_choice(found, span(compared, "price"))]
-    said += _tuned(stages, found)
-    one = [name for name in found if name.split("/")[1] == "1"]
-    deep = [name for name in found if name not in one]
-    for title, names in (("one tuned layer", one), ("more tuned layers", deep)):
-        if names:
-            said.append(f"KFAC's accuracy less SAMA's in points, {title}: {_list(found, names)}.")
-    if again:
-        said.append(
-            "The same of a fresh network trained with the final weights, where both were asked for it: "
-            f"{_list(again, list(again))}."
-        )
-    if order:
-        above, below = (_named(order, sign) for sign in (1, -1))
-        said.append(
-            "The probability that a rightly labelled row weighs more than a wrongly labelled one, KFAC's less SAMA's "
-            f"in points: {_list(order, list(order))}. So KFAC orders the rows clearly better in {above}, clearly worse "
-            f"in {below}; the accuracies above say what the network makes of it."
-        )
+    said = [_choice(found, span(compared, "price")), *_tuned(stages, found)]
+    said.append(f"KFAC's accuracy less SAMA's in points: {_list(found, list(found))}.")
     said.append(
         f"Give each a step size of λ of its own: to move λ as far, SAMA needs {span(compared, 'rate')} times KFAC's, "
         "so that one grid of absolute step sizes favours one of them."
