@@ -185,7 +185,7 @@ SUSPECTED: dict[str, tuple[dict[str, Any], str, str]] = {
     "a column that never changes": (table(year=[2023] * ROWS), "column 'year' is 2023 in every training row", "left out"),
     "several labels in a cell": (table(["yes", "no", "yes, no", "no"] * 10), "'yes, no' (10 rows) look like several labels in one cell", "keep the main label"),
     "a misspelt label": (table(["positive", "negative"] * 19 + ["positve", "negative"]), "the label 'positve' (1 row) looks like a misspelling of 'positive'", "Correct it if it is one"),
-    "a stray capital": (table(["yes", "no"] * 19 + ["Yes ", "no"]), "the labels 'Yes', 'yes' differ only in case or spaces", "use one spelling"),
+    "a stray capital": (table(["yes", "no"] * 19 + ["Yes ", "no"]), "the labels 'Yes', 'yes' differ only in how they are written", "use one spelling"),
 }  # fmt: skip
 
 

@@ -62,9 +62,12 @@ def test_of_one_line_per_annotator_the_majority_is_written(how: str, expected: l
     lines = [f"{doc},{who},{name}\n" for doc, said in votes.items() for who, name in zip("xyz", said, strict=True)]
     Path("long.csv").write_text("doc,who,label\n" + "".join(lines))
     write_run("long.csv", [0, 3, 6], label="label", annotator="who", id=["doc"])
+    gone = "".join(f"{i},further vote\n" for i in (1, 2, 4, 5, 7, 8))
+    (RUN / "left_out.csv").write_text(f"row,why\n{gone}")
     assert main(["export", "runs/mine", how, "suspects", "-o", "clean.csv"]) == 0
     assert labels("clean.csv") == expected
-    assert "majority of the votes" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "majority of the votes" in err and "left out" not in err  # all rows are there, with one line each
 
 
 def test_a_suspect_whose_label_is_still_the_most_likely_is_not_counted_as_relabelled(capsys: Captured) -> None:
@@ -74,7 +77,7 @@ def test_a_suspect_whose_label_is_still_the_most_likely_is_not_counted_as_relabe
     (RUN / "rows.csv").write_text(rows.replace("1,dog,dog,0.1,0.9,false", "1,dog,dog,0.6,0.4,true"))
     assert main(["export", "runs/mine", "--relabel", "suspects", "-o", "new.csv"]) == 0
     err = capsys.readouterr().err
-    assert "1 of the suspects keep their label" in err and "3 rows written; 1 relabelled." in err
+    assert "1 of the suspects keeps its label" in err and "3 rows written; 1 relabelled." in err
     assert labels("new.csv") == ["cat", "dog", "dog"]
 
 

@@ -251,7 +251,7 @@ class RunFolder:
         self._put("rows.csv", text.getvalue().encode("utf-8", "surrogatepass"))
         gone = sorted((int(row), why) for why, rows in train.left_out.items() for row in rows)
         self._put("left_out.csv", "".join(f"{row},{why}\n" for row, why in [("row", "why"), *gone]).encode("utf-8"))
-        order = scores["error_probability"].argsort(descending=True).tolist()
+        order = scores["error_probability"].argsort(descending=True, stable=True).tolist()
         lines = []
         for i in filter(suspect.__getitem__, order):
             lines.append(

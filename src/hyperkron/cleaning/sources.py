@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hyperkron.cleaning.data import Labelled, arrays, read, read_pair
+from hyperkron.cleaning.data import Labelled, arrays, checks, read, read_pair
 from hyperkron.cleaning.data.roles import LABELS
 from hyperkron.solution import HyperkronError
 
@@ -21,19 +22,31 @@ def read_parts(train: Any, trusted: Any, test: Any, reading: dict[str, Any]) -> 
     named = all(_named_pair(source) for source in (train, trusted, test) if source is not None)
     if not isinstance(train, Labelled):
         parts = list(read_pair(_source(train, named), None if trusted is None else _source(trusted, named), **given))
-    elif not isinstance(trusted, Labelled) or trusted.classes != train.classes:
-        raise HyperkronError("trusted must be Labelled rows with the classes of train, as read_pair() gives them.")
+    elif not isinstance(trusted, Labelled) or not _fits(trusted, train):
+        raise HyperkronError(
+            "trusted must be Labelled rows with the classes and the encoding of train, as read_pair() gives them."
+        )
     else:
         parts = [train, trusted]
     if test is not None and not isinstance(test, Labelled):
         ours = {name: given[name] for name in given if name not in ("trusted_column", "id", "annotator", "annotators")}
         test = read(_source(test, named), like=parts[0], argument="test", **ours)
-    parts += [] if test is None else [test]
+    if test is not None:
+        if not _fits(test, parts[0]):
+            raise HyperkronError(
+                "test must be Labelled rows with the classes and the encoding of train, as read(..., like=train) gives."
+            )
+        parts.append(replace(test, messages=(*test.messages, *checks.seen_notes(test, *parts))))
     if len(parts[1]) < 2:
         raise HyperkronError(
             f"trusted has {len(parts[1])} usable rows; at least 2 are needed, better 10 of each class."
         )
     return parts
+
+
+def _fits(part: Labelled, train: Labelled) -> bool:
+    """Whether labels and inputs of some rows mean the same as those of the training rows."""
+    return part.classes == train.classes and part.encoding == train.encoding
 
 
 def _named_pair(given: Any) -> bool:

@@ -14,6 +14,7 @@ from hyperkron.cleaning.data import NoLabelColumn, ReadOptions, RowHashes, expor
 from hyperkron.cleaning.data.arrow import PREFIX
 from hyperkron.cleaning.data.kept import csv_table
 from hyperkron.cleaning.data.sources import split_source
+from hyperkron.cleaning.data.votes import FURTHER
 from hyperkron.cleaning.fields import Fields, read_object, read_result
 from hyperkron.cleaning.folder import HASHES
 from hyperkron.cleaning.loading import CsvRow, finished_rows, left_out, load, read_decisions
@@ -46,7 +47,8 @@ def export(options: Any, given: list[str]) -> int:
     config = _config(folder)
     train, reading = config.child("source").text("train"), config.child("source").child("reading").raw
     rows = finished_rows(folder)
-    gone = sum(len(at) for why, at in left_out(folder).items() if why != "trusted")  # trusted rows are written, too
+    # trusted rows are written, too, and further votes are lines of rows that are
+    gone = sum(len(at) for why, at in left_out(folder).items() if why not in ("trusted", FURTHER))
     if (least := options.threshold) is not None:
         rows = [row._replace(suspect=row.error_probability >= least) for row in rows]
     if not train.startswith(PREFIX) and not split_source(train)[0].exists():
@@ -62,7 +64,8 @@ def export(options: Any, given: list[str]) -> int:
     dropped = {row.row for row in open_suspects} if options.drop else set()
     new = {row.row: row.suggested for row in open_suspects if row.suggested != row.given} if options.relabel else {}
     if options.relabel and (same := len(open_suspects) - len(new)):
-        notes.append(f"{same} of the suspects keep their label: it is in doubt, but no other one is more likely.")
+        kept = "keeps its label" if same == 1 else "keep their labels"
+        notes.append(f"{same} of the suspects {kept}: it is in doubt, but no other one is more likely.")
     new |= {row.row: decided[row.row] for row in rows if decided.get(row.row, row.given) != row.given}
     keep = [row.row for row in rows if row.row not in dropped]
     voted = _voted(rows, reading, relabel=bool(options.relabel or options.decisions))

@@ -50,6 +50,21 @@ def test_unknown_values_come_last_either_way(browser: Browser, tmp_path: Path) -
     opened.page.context.close()
 
 
+def test_cells_are_shown_as_they_stand_and_doubt_without_a_better_label_is_told(browser: Browser, tmp_path: Path) -> None:
+    folder = write_run_folder(tmp_path)
+    features = {"income": 123456.78, "size": 2.0, "town": None}
+    labels = [("cat", "cat"), ("cat", "cat"), ("cat", "dog")]
+    suspects = [{"row": i, "given": a, "suggested": b, "features": features} for i, (a, b) in enumerate(labels)]
+    write_suspects(folder, suspects)
+    opened = open_page(browser, write_report(folder))
+    assert " ".join(opened.column("Example")[0].split()) == "income 123456.78 size 2 town –"
+    told = "in doubt, but no other label is more likely"
+    assert [told in cell for cell in opened.column("Suggested")] == [True, True, False]
+    assert [" ".join(chip.split()) for chip in opened.page.locator(".chip").all_inner_texts()] == ["cat → dog 1"]
+    opened.quiet()
+    opened.page.context.close()
+
+
 def test_headers_work_from_the_keyboard(opened: Opened) -> None:
     opened.page.get_by_role("columnheader", name="Row", exact=True).get_by_role("button").focus()
     opened.page.keyboard.press("Enter")

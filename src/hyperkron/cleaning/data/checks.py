@@ -6,6 +6,7 @@ import difflib
 import hashlib
 import math
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
@@ -95,7 +96,7 @@ def refuse_other_kind(raw: Raw, kind: str, shape: tuple[int, ...] | None, other:
 # --- the same input more than once -------------------------------------------------------------------------
 
 
-def keys(raw: Raw, numeric: frozenset[str]) -> list[Hashable]:
+def keys(raw: Raw | Labelled, numeric: frozenset[str] = frozenset()) -> list[Hashable]:
     """Something for every row that is equal where the inputs are; columns that are not ``numeric`` count as text."""
     if isinstance(raw.inputs, list):
         return [" ".join(text.split()) for text in raw.inputs]
@@ -158,6 +159,20 @@ def without_overlap(train: Raw, trusted: Raw, keep: bool, shared: Array) -> Raw:
     return rest.noting(f"{about} {_were(count)} removed from training: rows {where}.")
 
 
+def seen_notes(test: Labelled, train: Labelled, trusted: Labelled) -> list[str]:
+    """What to say about test rows whose input a model was trained on."""
+    asked, notes = keys(test), []
+    for part, what in ((train, "training"), (trusted, "trusted")):
+        known = set(keys(part))
+        seen = [row for row, key in zip(test.rows.tolist(), asked, strict=True) if key in known]
+        if seen:
+            notes.append(
+                f"{test.source}: {several(len(seen), 'row')} with the input of a {what} row: rows {listing(seen)}. If "
+                "they are the same examples, the accuracy on test rows is too high; remove them from one of the two."
+            )
+    return notes
+
+
 # --- classes -----------------------------------------------------------------------------------------------
 
 
@@ -204,18 +219,29 @@ def class_notes(train: Raw, trusted: Raw, classes: tuple[str, ...]) -> list[str]
             "of each."
         )
     only = [name for name in classes if theirs[name] and not ours[name] and name not in train.answers]
+    for name in only:
+        if same := [other for other in classes if not theirs[other] and _spelling(other) == _spelling(name)]:
+            raise HyperkronError(
+                f"the label {same[0]!r} of {train.name} is written {name!r} in {trusted.name}; use one spelling in both."
+            )
     unknown = [f"{name!r} ({several(theirs[name], 'trusted row')})" for name in only]
     if unknown:
         notes.append(f"{train.name}: labels unknown in training, only in the trusted set: {listing(unknown)}.")
     alike: dict[str, list[str]] = {}
     for name in classes:
-        alike.setdefault("".join(name.lower().split()), []).append(name)
+        alike.setdefault(_spelling(name), []).append(name)
     for group in (group for group in alike.values() if len(group) > 1):
         notes.append(
-            f"{train.name}: the labels {listing(map(repr, group))} differ only in case or spaces and are taken as "
-            "different classes; use one spelling if they are the same class."
+            f"{train.name}: the labels {listing(map(repr, group))} differ only in how they are written and are taken "
+            "as different classes; use one spelling if they are the same class."
         )
     return notes
+
+
+def _spelling(name: str) -> Hashable:
+    """What is equal for labels that differ only in case, in spaces, or in how a number is written."""
+    folded = "".join(unicodedata.normalize("NFKC", name).casefold().split())
+    return as_number(folded) if folded[-1:].isdecimal() and as_number(folded) is not None else folded
 
 
 # --- what may be meant: said, and nothing is changed ---------------------------------------------------------
@@ -313,7 +339,7 @@ def _value_notes(raw: Raw, encoding: TableEncoding) -> list[str]:
     if gappy:
         notes.append(
             f"{raw.name}: missing values in {several(len(gappy), 'column')}: {listing(gappy, 8)}. Numbers get the "
-            "training mean and a flag, categories an input of their own."
+            "training mean, categories no value; where training rows have gaps too, an input of its own says so."
         )
     return notes + [f"{raw.name}: {note}" for note in encoding.extremes(columns)]
 

@@ -54,10 +54,10 @@ class Number:
 
     def cell(self, inputs: Array) -> float | str | None:
         """The number, or the day, that a row has here; None if it is missing."""
-        value = float(inputs[0])
+        value = float(str(inputs[0]))  # of a float32 the shortest text that says which it is
         if value != value:
             return None
-        return day_of(value) if self.form.startswith("date") else round(value, 6)
+        return day_of(value) if self.form.startswith("date") else value
 
 
 @dataclass(frozen=True)

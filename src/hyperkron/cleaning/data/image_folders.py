@@ -13,7 +13,7 @@ from hyperkron.cleaning.data.kept import Kept, csv_table
 from hyperkron.cleaning.data.labelled import Place, Raw
 from hyperkron.cleaning.data.limits import ReadOptions
 from hyperkron.cleaning.data.provenance import RowHashes
-from hyperkron.cleaning.data.values import Array
+from hyperkron.cleaning.data.values import Array, composed
 from hyperkron.solution import HyperkronError
 from hyperkron.training.writing import open_plain
 
@@ -51,7 +51,7 @@ def read_class_folder(place: Place) -> Raw:
             f"{str(place.path)!r} is empty: no image in it. It must hold one folder per class with files of the types "
             f"{listing(SUFFIXES, 20)}."
         )
-    paths, labels = [path for path, _ in files], [name for _, name in files]
+    paths, labels = [path for path, _ in files], [composed(name) for _, name in files]
     pictures, broken, notes = load_images(paths, place.path, place.name, place.options, place.shape)
     raw = Raw(place.name, "image", pictures, [*labels], np.arange(len(files)), tuple(notes), ids={"file": paths})
     return raw.without(broken, "unreadable image")

@@ -199,7 +199,7 @@ def _context(run: RunContents) -> dict[str, Any]:
 
 def _corrections(run: RunContents) -> list[tuple[str, str, int]]:
     """The commonest pairs of given and suggested label among the suspects that are listed."""
-    pairs = Counter((s.given, s.suggested) for s in run.suspects)
+    pairs = Counter((s.given, s.suggested) for s in run.suspects if s.given != s.suggested)
     ranked = sorted(pairs.items(), key=lambda item: (-item[1], item[0]))
     return [(given, suggested, n) for (given, suggested), n in ranked[:_CHIPS]]
 

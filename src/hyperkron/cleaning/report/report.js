@@ -215,7 +215,7 @@
     cell("Row", "n", s.row === null ? "–" : String(s.row), ...s.ids.map(([name, value]) => showId(name, value)));
     cell("Example", "example", ...showExample(s));
     cell("Given", "given", make("bdi", "", s.given));
-    cell("Suggested", "suggested", make("bdi", "", s.suggested));
+    cell("Suggested", "suggested", make("bdi", "", s.suggested), make("span", "small", s.suggested === s.given ? "in doubt, but no other label is more likely" : ""));
     cell("Decision", "decide", showDecision(s, line));
     cell("Error probability", "n probability", showProbability(s));
     cell("Weight", "n", fixed(s.weight, 3));

@@ -68,18 +68,18 @@ def moment(iso: str) -> str:
 
 
 def value(x: Any) -> str:
-    """A value of the configuration or a feature.
+    """A value of the configuration or a feature, with the nine digits that tell any float32 from the others.
 
     Example:
-        >>> value(1482262.0), value(0.123456789), value([1, 2])
-        ('1482262', '0.123457', '[1, 2]')
+        >>> value(1482262.0), value(123456.78), value([1, 2]), value(None)
+        ('1482262', '123456.78', '[1, 2]', '–')
     """
-    if isinstance(x, str):
-        return x
+    if x is None or isinstance(x, str):
+        return "–" if x is None else x
     if isinstance(x, float) and x.is_integer() and abs(x) < 1e15:
         return str(int(x))
     if isinstance(x, float):
-        return f"{x:.6g}"
+        return f"{x:.9g}"
     return json.dumps(x, ensure_ascii=False)
 
 

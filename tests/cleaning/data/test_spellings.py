@@ -1,0 +1,92 @@
+"""Labels, cells and rows that are the same in two files though they are written differently, or look it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from hyperkron.cleaning.data import read, read_pair
+from hyperkron.cleaning.sources import read_parts
+from hyperkron.solution import HyperkronError
+
+ONE, TWO = "caf\u00e9", "cafe\u0301"
+"""The same word in the two forms of Unicode."""
+
+
+def test_the_two_forms_of_an_accent_are_one_label_and_one_category() -> None:
+    train = {"text": ["a b", "c d", "e f"], "label": [ONE, "bar", ONE]}
+    for other in ({"text": ["g", "h"], "label": [TWO, "bar"]}, {"text": ["g", "h"], "label": ["bar", TWO]}):
+        ours, theirs = read_pair(train, other, text="text")
+        assert ours.classes == theirs.classes == ("bar", ONE)
+        assert {ours.classes[k] for k in theirs.labels} == {"bar", ONE}
+    table = {"town": [ONE, "bar"] * 2, "size": [1, 2, 3, 4], "label": [0, 1, 1, 0]}
+    _, theirs = read_pair(table, {"town": [TWO, "bar"], "size": [5, 6], "label": [0, 1]}, label="label")
+    np.testing.assert_array_equal(theirs.inputs, [[1, 0, 5], [0, 1, 6]])
+    assert not theirs.messages
+
+
+def test_the_two_forms_of_an_accent_are_one_folder_of_pictures(tmp_path: Path) -> None:
+    for i, (part, name) in enumerate([("train", ONE), ("train", "bar"), ("trusted", TWO), ("trusted", "bar")]):
+        (tmp_path / part / name).mkdir(parents=True)
+        Image.fromarray(np.full((4, 4, 3), 9 * i, np.uint8)).save(tmp_path / part / name / "0.png")
+    train, trusted = read_pair(tmp_path / "train", tmp_path / "trusted")
+    assert train.classes == ("bar", ONE) and trusted.labels.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [("Spam", "spam"), ("1", "1.0"), ("1", "01"), ("a b", "a\u00a0b"), ("Strasse", "stra\u00dfe")]
+)
+def test_a_label_that_each_file_writes_in_its_own_way_is_refused(ours: str, theirs: str) -> None:
+    """Else every row of the class would be called wrong."""
+    train = {"text": ["a", "b", "c"], "label": [ours, "ham", ours]}
+    said = f"the label {ours!r} of train is written {theirs!r} in trusted; use one spelling in both"
+    with pytest.raises(HyperkronError) as refused:
+        read_pair(train, {"text": ["d", "e"], "label": [theirs, "ham"]}, text="text")
+    assert said in str(refused.value)
+    _, both = read_pair(train, {"text": ["d", "e", "f"], "label": [theirs, "ham", ours]}, text="text")
+    assert set(both.classes) == {ours, theirs, "ham"}  # a file that has both means two classes, and is told
+    told = " ".join(read_pair(train, {"text": ["d", "e", "f"], "label": [theirs, "ham", ours]}, text="text")[0].messages)
+    assert "differ only in how they are written" in told
+
+
+def test_numbers_that_differ_are_different_labels() -> None:
+    train = {"text": ["a", "b", "c"], "label": ["1", "2", "x"]}
+    read_pair(train, {"text": ["d", "e"], "label": ["x", "11"]}, text="text")
+
+
+def test_rows_of_the_test_set_that_a_model_has_seen_are_told() -> None:
+    frame = {"a": [1.0, 2.0, 3.0, None], "t": ["p", "q", "p", "q"], "label": [0, 1, 0, 1]}
+    trusted = {"a": [7.0, 8.0], "t": ["p", "q"], "label": [0, 1]}
+    test = {"t": ["p", "q", "q", "p"], "a": [7, None, 2, 99], "label": [1, 1, 1, 0]}
+    told = read_parts(frame, trusted, test, {"label": "label"})[2].messages
+    assert "test: 2 rows with the input of a training row: rows 1, 2" in " ".join(told)
+    assert "test: 1 row with the input of a trusted row: rows 0" in " ".join(told)
+    texts = {"x": ["a  b", "c"], "y": [0, 1]}
+    told = read_parts(texts, {"x": ["d", "e"], "y": [0, 1]}, {"x": ["a b", "f"], "y": [0, 1]}, {})[2].messages
+    assert len(told) == 1 and "1 row with the input of a training row: rows 0" in told[0]
+    assert not read_parts(texts, {"x": ["d", "e"], "y": [0, 1]}, {"x": ["g", "f"], "y": [0, 1]}, {})[2].messages
+
+
+def test_prepared_rows_must_have_the_classes_and_the_encoding_of_the_training_rows() -> None:
+    frame = {"a": [1.0, 2.0, 3.0], "t": ["p", "q", "p"], "label": ["x", "y", "z"]}
+    train, trusted = read_pair(frame, {"a": [7.0, 8.0, 9.0], "t": ["p", "q", "p"], "label": ["x", "y", "z"]})
+    test = {"a": [5.0, 6.0], "t": ["q", "p"], "label": ["y", "z"]}
+    assert read_parts(train, trusted, read(test, like=train), {})[2].labels.tolist() == [1, 2]
+    for other in (read(test), replace(read(test, like=train), classes=("z", "y", "x"))):
+        with pytest.raises(HyperkronError, match=r"test must be Labelled rows with the classes and the encoding"):
+            read_parts(train, trusted, other, {})
+    with pytest.raises(HyperkronError, match=r"trusted must be Labelled rows with the classes and the encoding"):
+        read_parts(train, replace(trusted, encoding=read(test).encoding), None, {})
+    with pytest.raises(HyperkronError, match=r"label='label' holds a bytes; a label is a text or a number"):
+        read({"text": ["a", "b"], "label": [b"x", b"y"]}, text="text")
+
+
+def test_a_number_is_shown_as_it_stands_in_the_file() -> None:
+    table = {"income": [2517.67, 1040.82, 0.1], "label": [0, 1, 0]}
+    train, _ = read_pair(table, {"income": [1.0, 2.0], "label": [0, 1]}, features=["income"])
+    assert train.encoding is not None
+    assert [train.encoding.cells(row)["income"] for row in train.inputs] == table["income"]
