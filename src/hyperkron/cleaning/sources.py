@@ -12,16 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from hyperkron.cleaning.data import Labelled, arrays, checks, read, read_pair
+from hyperkron.cleaning.data.files import np
 from hyperkron.cleaning.data.roles import LABELS
+from hyperkron.cleaning.data.sources import without_columns
 from hyperkron.solution import HyperkronError
 
 
 def read_parts(train: Any, trusted: Any, test: Any, reading: dict[str, Any]) -> list[Labelled]:
     """Training, trusted and, if given, test rows, with one list of classes."""
     given = {name: value for name, value in reading.items() if value is not None}
-    named = all(_named_pair(source) for source in (train, trusted, test) if source is not None)
     if not isinstance(train, Labelled):
-        parts = list(read_pair(_source(train, named), None if trusted is None else _source(trusted, named), **given))
+        pair = _frame_pair(train)
+        if pair is not None and len(votes := _labels(pair[1], "train")) > 1:
+            given["annotators"] = [name for name in votes if name != LABELS[0]]
+        ours = _source(train, train, "train")
+        parts = list(read_pair(ours, None if trusted is None else _source(trusted, train, "trusted"), **given))
     elif not isinstance(trusted, Labelled) or not _fits(trusted, train):
         raise HyperkronError(
             "trusted must be Labelled rows with the classes and the encoding of train, as read_pair() gives them."
@@ -29,8 +34,8 @@ def read_parts(train: Any, trusted: Any, test: Any, reading: dict[str, Any]) -> 
     else:
         parts = [train, trusted]
     if test is not None and not isinstance(test, Labelled):
-        ours = {name: given[name] for name in given if name not in ("trusted_column", "id", "annotator", "annotators")}
-        test = read(_source(test, named), like=parts[0], argument="test", **ours)
+        asked = {name: given[name] for name in given if name not in ("trusted_column", "id", "annotator", "annotators")}
+        test = read(_source(test, train, "test"), like=parts[0], argument="test", **asked)
     if test is not None:
         if not _fits(test, parts[0]):
             raise HyperkronError(
@@ -49,21 +54,67 @@ def _fits(part: Labelled, train: Labelled) -> bool:
     return part.classes == train.classes and part.encoding == train.encoding
 
 
-def _named_pair(given: Any) -> bool:
-    """Whether this is a pair of a DataFrame, whose columns keep their names, and labels."""
-    if not isinstance(given, (tuple, list)) or len(given) != 2 or not hasattr(given[0], "columns"):
-        return False
-    return not {str(name).lower() for name in given[0].columns} & set(LABELS)
+def _frame_pair(given: Any) -> tuple[Any, Any] | None:
+    """A DataFrame and the labels of its rows, where these are given apart."""
+    if isinstance(given, Mapping) and set(given) == {"x", "y"}:
+        given = given["x"], given["y"]
+    pair = isinstance(given, (tuple, list)) and len(given) == 2 and hasattr(given[0], "columns")
+    return (given[0], given[1]) if pair else None
 
 
-def _source(given: Any, names: bool = False) -> Any:
-    """Arrays, pairs and torch Datasets in the form that the readers take."""
+def _labels(y: Any, argument: str) -> dict[str, Any]:
+    """Labels as a column ``label``; of several annotators a column each, and an empty ``label``."""
+    if hasattr(y, "columns"):
+        found = {str(name): y[name] for name in y.columns}
+        arrays.refuse_one_hot(np.asarray(y), argument)
+    elif np.ndim(y) == 2:
+        arrays.refuse_one_hot(np.asarray(y), argument)
+        found = {f"annotator {s}": column for s, column in enumerate(np.asarray(y).T)}
+    else:
+        return {LABELS[0]: y}
+    if len(found) == 1:
+        return {LABELS[0]: next(iter(found.values()))}
+    if LABELS[0] in found:
+        raise HyperkronError(f"{argument}: y has a column {LABELS[0]!r} beside those of other annotators; rename it.")
+    if argument != "train":
+        raise HyperkronError(
+            f"{argument}: y has {len(found)} columns; only training rows may have several labels each."
+        )
+    return {LABELS[0]: [None] * len(y), **found}  # or a column of x with the name of one would be taken for the label
+
+
+def _by_place(train: Any) -> bool:
+    """Whether the columns of the training rows have no names."""
+    if isinstance(train, Labelled):
+        return train.roles.label is None
+    if isinstance(train, (str, os.PathLike, Mapping)) or hasattr(train, "columns"):
+        return without_columns(train) and _frame_pair(train) is None
+    return _frame_pair(train) is None and not hasattr(train, "column_names")
+
+
+def _table(x: Any, y: Any, argument: str) -> dict[str, Any]:
+    """The columns of a DataFrame and of the labels of its rows."""
+    columns, labels = {str(name): x[name] for name in x.columns}, _labels(y, argument)
+    if taken := [name for name in columns if name in labels or name.lower() == LABELS[0]]:
+        raise HyperkronError(
+            f"{argument}: x has a column {taken[0]!r}, and the labels are given apart from it; drop it, so that "
+            "nothing is learnt from it, or rename it."
+        )
+    return {**columns, **labels}
+
+
+def _source(given: Any, train: Any, argument: str) -> Any:
+    """Arrays, pairs and torch Datasets in the form that the readers take, with columns as those of ``train`` are."""
+    if (pair := _frame_pair(given)) is not None:
+        return {"x": _array(pair[0]), "y": _array(pair[1])} if _by_place(train) else _table(*pair, argument)
     if isinstance(given, (str, os.PathLike, Mapping)) or hasattr(given, "columns") or hasattr(given, "column_names"):
         return given
-    if names:
-        return {**{str(name): given[0][name] for name in given[0].columns}, LABELS[0]: given[1]}
     if isinstance(given, (tuple, list)) and len(given) == 2:
-        return {"x": _array(given[0]), "y": _array(given[1])}
+        x, y = map(_array, given)
+        ours = _frame_pair(train)  # whose names a matrix of the same columns takes
+        if ours is not None and np.shape(x)[1:] == (len(ours[0].columns),):
+            return {**dict(zip(map(str, ours[0].columns), np.asarray(x).T, strict=True)), **_labels(y, argument)}
+        return {"x": x, "y": y}
     if hasattr(given, "__getitem__") and hasattr(given, "__len__"):
         pairs = [given[i] for i in range(len(given))]
         if not pairs or not all(isinstance(pair, (tuple, list)) and len(pair) >= 2 for pair in pairs):

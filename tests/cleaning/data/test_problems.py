@@ -264,7 +264,7 @@ def test_train_and_trusted_that_do_not_fit(tmp_path: Path) -> None:
         read_pair({"x": np.zeros((2, 4, 4)), "y": [0, 1]}, {"x": np.ones((2, 5, 5)), "y": [0, 1]})
     with pytest.raises(HyperkronError, match="'town' is not a column of trusted"):
         read_pair({"age": [1, 2], "town": ["a", "b"], "label": [0, 1]}, {"age": [3], "label": [1]})
-    with pytest.raises(HyperkronError, match="has no columns; leave it out"):
+    with pytest.raises(HyperkronError, match="has no columns; give a table that has them, or leave it out"):
         read(texts, text="x")
 
 

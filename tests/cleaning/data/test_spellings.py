@@ -49,7 +49,9 @@ def test_a_label_that_each_file_writes_in_its_own_way_is_refused(ours: str, thei
     assert said in str(refused.value)
     _, both = read_pair(train, {"text": ["d", "e", "f"], "label": [theirs, "ham", ours]}, text="text")
     assert set(both.classes) == {ours, theirs, "ham"}  # a file that has both means two classes, and is told
-    told = " ".join(read_pair(train, {"text": ["d", "e", "f"], "label": [theirs, "ham", ours]}, text="text")[0].messages)
+    told = " ".join(
+        read_pair(train, {"text": ["d", "e", "f"], "label": [theirs, "ham", ours]}, text="text")[0].messages
+    )
     assert "differ only in how they are written" in told
 
 

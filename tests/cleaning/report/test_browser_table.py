@@ -50,7 +50,9 @@ def test_unknown_values_come_last_either_way(browser: Browser, tmp_path: Path) -
     opened.page.context.close()
 
 
-def test_cells_are_shown_as_they_stand_and_doubt_without_a_better_label_is_told(browser: Browser, tmp_path: Path) -> None:
+def test_cells_are_shown_as_they_stand_and_doubt_without_a_better_label_is_told(
+    browser: Browser, tmp_path: Path
+) -> None:
     folder = write_run_folder(tmp_path)
     features = {"income": 123456.78, "size": 2.0, "town": None}
     labels = [("cat", "cat"), ("cat", "cat"), ("cat", "dog")]

@@ -224,12 +224,7 @@ def array_rows(x: Any, y: Any, name: str, classes: tuple[str, ...] = ()) -> Raw:
     if not len(targets):
         raise HyperkronError(f"{name} is empty: it has no rows.")
     if targets.ndim == 2:
-        numeric = targets.dtype.kind in "fiub" and len(targets) > 2
-        if numeric and ((targets != 0).sum(1) == 1).all() and targets.max() == 1:
-            raise HyperkronError(
-                f"{name}: y has a single 1 in each of its {len(targets)} rows, as one-hot labels have; pass "
-                "y.argmax(1). The columns of y are labels by different annotators."
-            )
+        refuse_one_hot(targets, name)
         columns = [label_names(column, f"{name}: y") for column in targets.T]
         ballot = Ballot.of(columns, [f"annotator {s}" for s in range(len(columns))])
         if classes and all(answer.isdecimal() for answer in ballot.answers):
@@ -249,6 +244,16 @@ def array_rows(x: Any, y: Any, name: str, classes: tuple[str, ...] = ()) -> Raw:
         return Raw(name, "table", {f"x{i}": flat[:, i] for i in range(flat.shape[1])}, labels, rows, classes=classes)
     pictures, notes = _as_pictures(inputs, name)
     return Raw(name, "image", pictures, labels, rows, notes, classes=classes)
+
+
+def refuse_one_hot(y: Array, name: str) -> None:
+    """Refuse what is not the votes (rows, annotators) that it would be taken for."""
+    numeric = y.dtype.kind in "fiub" and len(y) > 2
+    if numeric and ((y != 0).sum(1) == 1).all() and y.max() == 1:
+        raise HyperkronError(
+            f"{name}: y has a single 1 in each of its {len(y)} rows, as one-hot labels have; pass y.argmax(1). The "
+            "columns of y are labels by different annotators."
+        )
 
 
 def _class_names(numbers: Iterable[int], classes: tuple[str, ...], name: str) -> list[str]:

@@ -93,6 +93,16 @@ def refuse_other_kind(raw: Raw, kind: str, shape: tuple[int, ...] | None, other:
         )
 
 
+def refuse_other_columns(raw: Raw, names: Iterable[str], other: str) -> None:
+    """Refuse a table that lacks columns of another one."""
+    absent = [name for name in names if name not in raw.inputs]
+    if absent and isinstance(raw.inputs, Mapping):
+        raise HyperkronError(
+            f"{raw.name} lacks the columns {listing(map(repr, absent))} of {other}; it has "
+            f"{listing(map(repr, raw.inputs))}. Give both the same columns, or both as arrays without names."
+        )
+
+
 # --- the same input more than once -------------------------------------------------------------------------
 
 
@@ -222,12 +232,13 @@ def class_notes(train: Raw, trusted: Raw, classes: tuple[str, ...]) -> list[str]
     for name in only:
         if same := [other for other in classes if not theirs[other] and _spelling(other) == _spelling(name)]:
             raise HyperkronError(
-                f"the label {same[0]!r} of {train.name} is written {name!r} in {trusted.name}; use one spelling in both."
+                f"the label {same[0]!r} of {train.name} is written {name!r} in {trusted.name}; use one spelling in "
+                "both."
             )
     unknown = [f"{name!r} ({several(theirs[name], 'trusted row')})" for name in only]
     if unknown:
         notes.append(f"{train.name}: labels unknown in training, only in the trusted set: {listing(unknown)}.")
-    alike: dict[str, list[str]] = {}
+    alike: dict[Hashable, list[str]] = {}
     for name in classes:
         alike.setdefault(_spelling(name), []).append(name)
     for group in (group for group in alike.values() if len(group) > 1):

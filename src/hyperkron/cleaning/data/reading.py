@@ -34,7 +34,9 @@ def _load(
     if isinstance(opened, Raw):
         named = asked.given("text", "image", "features", "trusted_column", "id", "annotator", "annotators")
         if named:
-            raise HyperkronError(f"{' and '.join(named)}: {opened.name} has no columns; leave it out.")
+            raise HyperkronError(
+                f"{' and '.join(named)}: {opened.name} has no columns; give a table that has them, or leave it out."
+            )
         return checks.usable(opened)
     return checks.usable(frame_rows(opened, asked, options, shape))
 
@@ -92,6 +94,8 @@ def read(
         asked = replace(asked, features=[column.name for column in like.encoding.columns])
     raw = _load(source, argument, asked, options, like.shape, part=part)
     checks.refuse_other_kind(raw, like.kind, like.shape, like.source)
+    names = () if like.encoding is None else [column.name for column in like.encoding.columns]
+    checks.refuse_other_columns(raw, names, like.source)
     raw = checks.known_only(raw, like.classes)
     return checks.labelled(raw, like.classes, like.encoding, checks.surprise_notes(raw, like.encoding))
 
@@ -164,6 +168,7 @@ def _pair(train: Raw, trusted: Raw, options: ReadOptions) -> tuple[Labelled, Lab
             f"{train.name} has {len(train.inputs)} columns but {trusted.name} has {len(trusted.inputs)}; give both the "
             "same columns."
         )
+    checks.refuse_other_columns(trusted, train.inputs if train.kind == "table" else (), train.name)
     numeric = checks.numeric_columns(train, trusted)
     ours, theirs = (checks.keys(raw, numeric) for raw in (train, trusted))
     known = set(theirs)
