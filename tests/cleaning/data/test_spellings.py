@@ -91,4 +91,4 @@ def test_a_number_is_shown_as_it_stands_in_the_file() -> None:
     table = {"income": [2517.67, 1040.82, 0.1], "label": [0, 1, 0]}
     train, _ = read_pair(table, {"income": [1.0, 2.0], "label": [0, 1]}, features=["income"])
     assert train.encoding is not None
-    assert [train.encoding.cells(row)["income"] for row in train.inputs] == table["income"]
+    assert [train.encoding.cells(row)["income"] for row in np.asarray(train.inputs)] == table["income"]
