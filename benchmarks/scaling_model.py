@@ -1,4 +1,4 @@
-"""Communication, memory and time of an outer iteration on many GPUs, in closed form; docs/scaling.md has its table.
+"""Communication, memory and time of an outer iteration on many GPUs, in closed form; scaling-model.md has its table.
 
     python benchmarks/scaling_model.py [--rate 45e12 --inverse-rate 30e12 --node 400e9 --network 45e9 --capacity 141e9]
 
@@ -250,7 +250,7 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def tables(rates: argparse.Namespace) -> str:
-    """Both tables, as they are in docs/scaling.md."""
+    """Both tables, as they are in benchmarks/scaling-model.md."""
     head = ["θ", "GPUs", "θ is", "plain", *METHODS, "GiB SAMA", "GiB KFAC", "busiest rank"]
     model = markdown(head, [row(name, ranks, rates) for name in SHAPES for ranks in (8, 64, 256, 1024)])
     single = markdown(["θ", "method", "model", "measured", "model GiB", "measured GiB"], check(rates))
@@ -271,7 +271,7 @@ def main() -> None:
     text = tables(options(sys.argv[1:]))
     print(text)
     if len(sys.argv) == 1:
-        page = ROOT / "docs" / "scaling.md"
+        page = ROOT / "benchmarks" / "scaling-model.md"
         before, _, rest = page.read_text("utf-8").partition(MARKS[0])
         after = rest.partition(MARKS[1])[2]
         page.write_text(f"{before}{MARKS[0]}\n{text}\n{MARKS[1]}{after}", "utf-8")

@@ -21,7 +21,13 @@ INTRODUCTION = """\
 
 <!-- Written by docs/make_algorithms_table.py from the code; do not edit. -->
 
-Which algorithm? Start with `AID`; the table ["When to use them"](#when-to-use-them-and-their-arguments) has the others.
+Which algorithm? Start with `AID`; the table ["When to use them"](#when-to-use-them-and-their-arguments) has the others. To change the
+algorithm, change one argument:
+
+```python
+run = hk.fit(problem, model, weights, hk.AID(hk.kfac(), inner_steps=10), train, validation, steps=1000)
+run = hk.fit(problem, model, weights, hk.algorithms.SOBA(), train, validation, steps=1000)
+```
 
 Every algorithm runs in `hyperkron.fit`, with any projection of λ and any `torch.optim` optimizer on both levels in
 place of its own `inner_rate` and `outer_rate`. If `hypergradient` is an argument, it accepts any curvature and

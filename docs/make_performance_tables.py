@@ -21,12 +21,20 @@ def load(name: str) -> dict[str, Any]:
     return found
 
 
-def outer_iteration() -> str:
-    """Cost ratio and peak memory of every method on every workload."""
-    rows = [row for name in GPU for row in load(name)["rows"]]
+MAIN = (
+    *("SAMA (Betty's way)", "SAMA, graph", "KFAC mc", "KFAC mc, graph", "KFAC mc reduce, graph"),
+    *("KFAC mc, every 5, graph", "KFAC mc, keep_previous=False", "EKFAC, basis every 10, graph"),
+    *("CG-3", "CG-3, graph", "Neumann-10", "KFAC (curvlinops)"),
+)
+"""The methods on the page for users; the record has all."""
+
+
+def outer_iteration(methods: tuple[str, ...] | None = None) -> str:
+    """Cost ratio and peak memory of every method, or of these, on every workload."""
+    rows = [row for name in GPU for row in load(name)["rows"] if methods is None or row["method"] in methods]
     workloads = list(dict.fromkeys(row["workload"] for row in rows))
     lines = ["| method | " + " | ".join(workloads) + " |", "| --- |" + " --- |" * len(workloads)]
-    for method in dict.fromkeys(row["method"] for row in rows):
+    for method in methods or dict.fromkeys(row["method"] for row in rows):
         cells = []
         for workload in workloads:
             row = next((r for r in rows if r["method"] == method and r["workload"] == workload), None)
@@ -176,6 +184,7 @@ def roofline() -> str:
 TABLES = {
     "roofline": roofline,
     "outer-iteration": outer_iteration,
+    "main-methods": lambda: outer_iteration(MAIN),
     "inner-loops": inner_loops,
     "bfloat16": bfloat16,
     "curvlinops": curvlinops,

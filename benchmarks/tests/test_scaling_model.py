@@ -45,7 +45,7 @@ def test_the_model_sends_what_processes_sent(name: str, ranks: str) -> None:
 
 
 def test_one_gpu_is_met_as_the_page_says() -> None:
-    """docs/scaling.md: 5 % in time and in memory, but for one row that waits for Python, 7 %."""
+    """benchmarks/scaling-model.md: 5 % in time and in memory, but for one row that waits for Python, 7 %."""
     rates = model.options()
     for name, method, times, gib in model.one_gpu():
         shape = model.MEASURED[name]
@@ -56,7 +56,7 @@ def test_one_gpu_is_met_as_the_page_says() -> None:
 
 
 def test_the_page_has_the_table_of_the_model() -> None:
-    page = (model.ROOT / "docs" / "scaling.md").read_text("utf-8")
+    page = (model.ROOT / "benchmarks" / "scaling-model.md").read_text("utf-8")
     assert model.tables(model.options()) in page, "run python benchmarks/scaling_model.py"
 
 
