@@ -21,8 +21,8 @@ INTRODUCTION = """\
 
 <!-- Written by docs/make_algorithms_table.py from the code; do not edit. -->
 
-Which algorithm? Start with `AID`; the table ["When to use them"](#when-to-use-them-and-their-arguments) has the others. To change the
-algorithm, change one argument:
+Which algorithm? Start with `AID`; the table ["When to use them"](#when-to-use-them-and-their-arguments) has the others.
+To change the algorithm, change one argument:
 
 ```python
 run = hk.fit(problem, model, weights, hk.AID(hk.kfac(), inner_steps=10), train, validation, steps=1000)

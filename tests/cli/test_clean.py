@@ -223,9 +223,12 @@ def test_lines_announce_what_makes_no_steps_and_guess_nothing_at_once(capsys: Ca
     for second in (1.0, 3.0, 4.0, 6.0):  # too soon; said; the same again; the same again
         now[0] = second
         lines.advance(0, "boosted trees")
+    now[0] = 14.0
+    lines.advance(1, "fold models")  # 2 % would guess 11 minutes
     assert capsys.readouterr().err.splitlines() == [
         "[0 s] teacher: step 1 of 100 (1%)",
         "[3 s] boosted trees: step 1 of 100 (1%)",
+        "[14 s] fold models: step 2 of 100 (2%)",
     ]
 
 

@@ -19,8 +19,8 @@ SECONDS_BETWEEN_LINES = 10.0
 """How often a progress without a terminal says where it is."""
 SECONDS_BEFORE_FIT = 2.0
 """How soon after a line it says that trees are fitted, of which nothing more is heard until that is done."""
-SECONDS_BEFORE_GUESS = 5.0
-"""How long steps are watched before the time left is guessed."""
+SHARE_BEFORE_GUESS = 0.05
+"""The share of the steps that must be done before the time left is guessed: the first steps are the slowest."""
 _UNSEEN = dict.fromkeys(map(ord, "\ufeff\u200b\u2060\u00ad"))
 
 
@@ -154,7 +154,7 @@ class Lines:
                 left = elapsed / max(self._done, 1) * max(self._total - self._done, 0)
                 share = min(self._done / self._total, 1)
                 text += f" of {self._total} ({share:.0%})"
-                text += f", about {lasting(left)} left" if elapsed >= SECONDS_BEFORE_GUESS else ""
+                text += f", about {lasting(left)} left" if share >= SHARE_BEFORE_GUESS else ""
             say(text)
 
     def message(self, text: str) -> None:
