@@ -9,6 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import hyperkron as hk
+from hyperkron.attribution.layer_calls import BlockCall, QueryVectors
+from hyperkron.curvature.base import Eigenbasis
+from hyperkron.curvature.kfac.coverage import plan
+from hyperkron.curvature.kfac.grams import corrected
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> hk.losses.Loss:
@@ -53,3 +57,49 @@ def test_curvature_and_kept_gradients_neither(made: tuple[Any, ...], method: hk.
         hk.attribute(loss, model, train, queries, method=method, batch_size=size).scores for size in (7, 256)
     )
     assert torch.allclose(few, all_at_once, rtol=1e-6, atol=1e-12)
+
+
+@pytest.fixture
+def masked() -> tuple[BlockCall, Eigenbasis, Tensor, Tensor]:
+    """A layer over tokens, of which many have no gradient, with a basis, and the dense gradients of the examples.
+
+    The input of these tokens is infinite, so that a product with it is not a number.
+    """
+    torch.manual_seed(0)
+    model = nn.Linear(5, 7).double()
+    (block,) = plan(model, "diagonal").blocks.values()
+    call = BlockCall(block, {name: p.detach() for name, p in model.named_parameters()})
+    none = torch.rand(6, 4) < 0.5
+    x, call.g = (torch.randn(6, 4, d, dtype=torch.float64).masked_fill(none[..., None], 0) for d in (5, 7))
+    call.x = x.masked_fill(none[..., None], torch.inf)
+    a, b = (torch.linalg.qr(torch.randn(1, d, d, dtype=torch.float64))[0] for d in (6, 7))
+    weights, biases = torch.einsum("nso,nsi->noi", call.g, x), call.g.sum(1)
+    return call, Eigenbasis(a, b, torch.rand(1, 7, 6, dtype=torch.float64) + 1), weights, biases
+
+
+def in_basis(basis: Eigenbasis, weights: Tensor, biases: Tensor) -> Tensor:
+    found: Tensor = basis.b[0].T @ torch.cat([weights, biases[..., None]], -1) @ basis.a[0]
+    return found
+
+
+def test_tokens_without_a_gradient_are_left_out_of_the_spectrum(masked: Any) -> None:
+    call, basis, weights, biases = masked
+    found = corrected(call.block, call.x, call.g, basis.a, basis.b)
+    assert torch.allclose(found[0], in_basis(basis, weights, biases).square().sum(0), rtol=1e-12)
+
+
+@pytest.mark.parametrize("queries", [1, 30])
+def test_and_of_scores(masked: Any, queries: int) -> None:
+    call, basis, weights, biases = masked
+    tree = {"weight": torch.randn(queries, 7, 5).double(), "bias": torch.randn(queries, 7).double()}
+    if queries == 1:  # from the vector itself, without a basis
+        wanted = torch.einsum("qoi,noi->qn", tree["weight"], weights) + tree["bias"] @ biases.T
+        assert torch.allclose(call.scores(QueryVectors(tree, {})), wanted, rtol=1e-12)
+    coordinates, known = in_basis(basis, weights, biases), {call.block.name: basis}
+    joint = torch.cat([tree["weight"], tree["bias"][..., None]], -1)
+    wanted = torch.einsum("qoi,noi->qn", joint, coordinates)
+    assert torch.allclose(call.scores(QueryVectors(tree, known)), wanted, rtol=1e-12)
+    (made,) = call.coordinates(known)
+    divided = coordinates / basis.spectrum[0]
+    assert torch.allclose(made["weight"], divided[..., :5], rtol=1e-12)
+    assert torch.allclose(made["bias"], divided[..., 5], rtol=1e-12)

@@ -91,14 +91,12 @@ class LayerProducts(Products):
 
     def gradients_of(self, calls: list[LayerCall], count: int) -> Tree:
         """:meth:`gradients` of the ``count`` examples of ``calls``."""
-        found = {name: p.new_zeros(count, *p.shape) for name, p in self.point.params.items()}
+        found: Tree = {}
         for call in calls:
-            start = 0
-            for part in call.coordinates(self.coordinates.bases):
-                for name, x in part.items():
-                    found[name][start : start + len(x)] += x
-                start += len(x)
-        return found
+            for name, x in trees.joined(call.coordinates(self.coordinates.bases), count).items():
+                found[name] = found[name] + x if name in found else x
+        params = self.point.params
+        return {name: found[name] if name in found else p.new_zeros(count, *p.shape) for name, p in params.items()}
 
     def _calls(self, batch: Any, count: int, used: set[str]) -> list[LayerCall]:
         """Every call of a layer with parameters ``used`` that the loss depends on: its input and output gradient."""

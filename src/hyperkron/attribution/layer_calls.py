@@ -16,7 +16,7 @@ from torch.func import functional_call, vjp, vmap
 from hyperkron import trees
 from hyperkron.curvature.base import Eigenbasis
 from hyperkron.curvature.kfac.coverage import Block
-from hyperkron.curvature.kfac.grams import rows_in_basis
+from hyperkron.curvature.kfac.grams import reached, rows_in_basis
 from hyperkron.curvature.kfac.kept import LayerGradients
 from hyperkron.curvature.kfac.layers import cast_floating
 from hyperkron.solution import HyperkronError
@@ -44,7 +44,8 @@ class QueryVectors:
 
     def __init__(self, tree: Tree, bases: Mapping[str, Eigenbasis]) -> None:
         self.tree, self.bases = tree, bases
-        self.used = {name for name, v in tree.items() if bool(v.any())}  # the others are left out by the method
+        # the others are left out by the method; a look at the first vector mostly tells
+        self.used = {name for name, v in tree.items() if bool(v[:1].any()) or bool(v.any())}
         self._parts: dict[str, tuple[Tensor | None, Tensor | None]] = {}
 
     def of(self, block: Block) -> tuple[Tensor | None, Tensor | None]:
@@ -143,8 +144,15 @@ class BlockCall(LayerCall):
         if basis is None:
             yield from self.gradients()
             return
+        layer, d, spectrum = self.block.layer, self.block.layer.d_in, basis.spectrum
         for a, b in rows_in_basis(self.block, *self._wide(), basis.a, basis.b):
-            found: Tree = vmap(partial(self.block.part, like=self.params))((b.mT @ a).div_(basis.spectrum))
+            found: Tree = {}
+            if self.block.weight is not None:  # apart from the bias, so that neither is copied
+                shape = self.params[self.block.weight].shape
+                made = (b.mT @ a[..., :d]).div_(spectrum[..., :d])
+                found[self.block.weight] = vmap(partial(layer.to_weight, shape=shape))(made)
+            if self.block.bias is not None:
+                found[self.block.bias] = ((b * a[..., -1:]).sum(-2) / spectrum[..., -1]).flatten(1)
             yield found
 
     def _rows(self, size: int, basis: Eigenbasis | None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -205,7 +213,12 @@ class BlockCall(LayerCall):
 
 def _times_positions(weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Σ_s b_sᵀ V_q a_s, through V_q a_s."""
-    return torch.einsum("ngsqo,ngso->qn", torch.einsum("ngsi,qgoi->ngsqo", a, weight), b)
+    which = reached(b)
+    if which is None:
+        return torch.einsum("ngsqo,ngso->qn", torch.einsum("ngsi,qgoi->ngsqo", a, weight), b)
+    rows, gradients = (x.flatten(0, 2)[which] for x in (a, b))
+    dots = torch.einsum("rqo,ro->qr", torch.einsum("ri,qoi->rqo", rows, weight[:, 0]), gradients)
+    return dots.new_zeros(len(weight), len(a)).index_add_(1, which // a.shape[2], dots)
 
 
 def _times_outputs(numbers: int, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:

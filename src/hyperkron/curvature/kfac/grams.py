@@ -28,6 +28,8 @@ GRADIENTS = {"cpu": 2**21, "cuda": 2**25}
 """Gradients of single examples are computed at most this many numbers at a time, by device type."""
 LARGE_GRADIENT = 2**16
 """From this many numbers on, a CPU computes and squares the gradients of examples one by one."""
+FEW_REACHED = 0.9
+"""On a CPU, rows without a gradient are left out if at most this share of the rows has one."""
 WIDE_OUTPUT = 2**14
 """For layers with at least this many outputs (a vocabulary), B is kept as rows and never as a matrix."""
 MOST_ROWS = 2**12
@@ -274,11 +276,29 @@ def corrected_by_gradients(block: Block, chunks: Iterable[tuple[Tensor, Tensor]]
 
 
 def rows_in_basis(block: Block, x: Tensor, g: Tensor, q_a: Tensor, q_b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """[x, 1] Q_A and g Q_B for the positions of chunks of examples: (n, groups, S, r) and (n, groups, S, s)."""
+    """[x, 1] Q_A and g Q_B for the positions of chunks of examples: (n, groups, S, r) and (n, groups, S, s).
+
+    Only products of the two are right: x Q_A is left out where g is zero (:func:`reached`).
+    """
     columns = _columns_of_inputs(block, q_a)
     for inputs, gradients in block.layer.positions(x, g):
-        a = inputs.new_zeros(*inputs.shape[:-1], 1, dtype=q_a.dtype) if columns is None else _in_basis(inputs, columns)
-        yield a if block.bias is None else a.add_(q_a[:, -1:]), _in_basis(gradients, q_b)
+        which = reached(gradients)
+        if columns is None:
+            a = inputs.new_zeros(*inputs.shape[:-1], 1, dtype=q_a.dtype)
+        else:
+            a = _in_basis(inputs, columns, which)
+        yield a if block.bias is None else a.add_(q_a[:, -1:]), _in_basis(gradients, q_b, which)
+
+
+def reached(g: Tensor) -> Tensor | None:
+    """The numbers of the rows (n, 1, S, d) that have a gradient; ``None`` for all rows.
+
+    Tokens that a model masks, such as padding, have none.
+    """
+    if g.device.type != "cpu" or g.shape[1] > 1 or g.shape[2] == 1:
+        return None
+    which = g.reshape(-1, g.shape[-1]).any(-1).nonzero()[:, 0]
+    return which if len(which) <= FEW_REACHED * g.shape[0] * g.shape[2] else None
 
 
 def _empty_spectrum(q_a: Tensor, q_b: Tensor) -> Tensor:
@@ -309,9 +329,13 @@ def _sum_of_squares(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dim=0).square_() if x.is_cuda else x.square_().sum(0)
 
 
-def _in_basis(rows: Tensor, basis: Tensor) -> Tensor:
-    """Rows (n, groups, S, d) in a basis (groups, d, k); in one product if there is one group."""
-    rows = rows.to(basis.dtype)
+def _in_basis(rows: Tensor, basis: Tensor, which: Tensor | None = None) -> Tensor:
+    """Rows (n, groups, S, d) in a basis (groups, d, k); in one product if there is one group. With ``which`` only
+    these rows, and zeros for the others."""
     if len(basis) > 1:
-        return rows @ basis
-    return (rows.reshape(-1, rows.shape[-1]) @ basis[0]).view(*rows.shape[:-1], -1)
+        return rows.to(basis.dtype) @ basis
+    flat = rows.reshape(-1, rows.shape[-1])
+    found = (flat if which is None else flat[which]).to(basis.dtype) @ basis[0]
+    if which is not None:
+        found = found.new_zeros(len(flat), found.shape[1]).index_copy_(0, which, found)
+    return found.view(*rows.shape[:-1], -1)
