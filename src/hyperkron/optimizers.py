@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -96,14 +97,15 @@ class Updates:
             raise HyperkronError(f"scaler={self.scaler!r:.60} is not a torch.amp.GradScaler.")
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             raise HyperkronError(
-                f"optimizer={self.optimizer!r:.60} is not a torch.optim.Optimizer; pass one over the parameters "
-                "of this level, such as torch.optim.SGD(model.parameters(), lr=0.1), with a scheduler as "
-                "hyperkron.algorithms.Updates(optimizer, scheduler)."
+                f"optimizer={self.optimizer!r:.60} is not a torch.optim.Optimizer; pass one over all parameters "
+                "of this level (in groups, if they differ in settings), such as torch.optim.SGD(model.parameters(), "
+                "lr=0.1), with a scheduler as hyperkron.algorithms.Updates(optimizer, scheduler)."
             )
-        if isinstance(self.optimizer, torch.optim.LBFGS):
+        closure = inspect.signature(type(self.optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
             raise HyperkronError(
-                "optimizer=LBFGS evaluates the loss itself, several times a step, while an algorithm gives it one "
-                "direction; use SGD, Adam or another optimizer that needs no closure."
+                f"optimizer={type(self.optimizer).__name__} needs a closure to evaluate the loss itself, while an "
+                "algorithm gives it one direction; use SGD, Adam or another optimizer that needs none."
             )
         if self.scheduler is not None and getattr(self.scheduler, "optimizer", None) is not self.optimizer:
             raise HyperkronError("scheduler belongs to another optimizer than the one it is given with.")
@@ -142,6 +144,8 @@ class LevelOptimizer:
             )
         self.project = project
         self.factor = 1.0
+        self.origin: LevelOptimizer | None = None  # of which this is a twin, with its step sizes unless own_lr
+        self.own_lr = False
         held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         missing = [name for name, p in params.items() if id(p) not in held]
         if missing:
@@ -154,13 +158,24 @@ class LevelOptimizer:
                 f"{level}_optimizer has maximize=True, but both levels minimise; return the negative of the loss from "
                 f"{level}, with maximize=False."
             )
+        if any(group.get("differentiable") for group in self.optimizer.param_groups):
+            raise HyperkronError(
+                f"{level}_optimizer has differentiable=True, which torch cannot do with trained parameters; set it to "
+                "False, or use hyperkron.algorithms.Unroll to differentiate through steps."
+            )
         if isinstance(project, type):
             raise HyperkronError(f"projection={project.__name__} is a class; pass an instance, {project.__name__}(…).")
         self._project()
 
     def refuse(self, others: Tree, level: str) -> None:
         """Refuse to be the optimizer of this ``level`` and to move the parameters of the other one; those of neither
-        are warned of."""
+        are warned of, and a scheduler that was not given."""
+        if self.scheduler is None and getattr(self.optimizer.step, "_wrapped_by_lr_sched", False):
+            warn_once(
+                f"{level}-scheduler",
+                f"{level}_optimizer has a scheduler that a run does not step, so its learning rate stays as it is; "
+                "pass both as hyperkron.algorithms.Updates(optimizer, scheduler).",
+            )
         held = {id(p): p for group in self.optimizer.param_groups for p in group["params"]}
         foreign = [name for name, p in others.items() if id(p) in held]
         if foreign:
@@ -201,8 +216,8 @@ class LevelOptimizer:
     @property
     def lr(self) -> float:
         """The step size, now; an error if parameter groups have different ones."""
-        rates = sorted({float(group["lr"]) for group in self.optimizer.param_groups})
-        if len(rates) > 1:
+        rates = sorted({float(group.get("lr", math.nan)) for group in self.optimizer.param_groups})
+        if len(rates) > 1 or math.isnan(rates[0]):
             raise HyperkronError(
                 f"the parameter groups of inner_optimizer have the learning rates {rates}, but this algorithm needs "
                 "one number: give all groups the same lr, or pass the number itself (DARTS: lookahead, T1T2: scale)."
@@ -210,9 +225,12 @@ class LevelOptimizer:
         return rates[0]
 
     def step(self, direction: Tree) -> None:
-        """Move against ``direction``, as the optimizer moves against a gradient; then project."""
+        """Move against ``direction``, as the optimizer moves against a gradient; then project.
+
+        The optimizer gets a copy, which it may overwrite, as Nesterov's momentum and hooks that clip do.
+        """
         for name, p in self.params.items():
-            p.grad = direction[name].detach()
+            p.grad = direction[name].detach() if self._plain else direction[name].detach().clone()
         self.update()
 
     def update(self, step: Callable[[], object] | None = None) -> None:
@@ -229,16 +247,36 @@ class LevelOptimizer:
         if isinstance(self.optimizer, torch.optim.SparseAdam):  # it takes no dense gradient
             for p in self.params.values():
                 p.grad = p.grad if p.grad is None or p.grad.is_sparse else p.grad.to_sparse(1)
-        if self._plain:
-            self._descend()
-        elif self.scaler is None or not self.scaler.is_enabled():
-            (self.optimizer.step if step is None else step)()
-        else:
-            self._scaled_step(self.scaler)
+        with self._current_rates():
+            if self._plain:
+                self._descend()
+            elif self.scaler is None or not self.scaler.is_enabled():
+                (self.optimizer.step if step is None else step)()
+            else:
+                self._scaled_step(self.scaler)
         if self.each_update and self.scheduler is not None:
             self.scheduler.step()
-        if self.project is not None:
-            self._project()
+        self._project()
+
+    @contextmanager
+    def _current_rates(self) -> Iterator[None]:
+        """Inside the block a twin has the settings of its origin, and step sizes are multiplied by ``factor``.
+
+        A scheduler, which may compute the next step size from the last one or from the first, never sees the factor.
+        """
+        groups = self.optimizer.param_groups
+        if self.origin is not None:
+            own = {"params", "param_names", *(["lr"] if self.own_lr else [])}
+            for group, its in zip(groups, self.origin.optimizer.param_groups, strict=True):
+                group.update({key: its[key] for key in its if key not in own})
+        rates = [] if self.factor == 1.0 else [(group, group["lr"]) for group in groups]
+        try:
+            for group, rate in rates:
+                group["lr"] = rate * self.factor
+            yield
+        finally:
+            for group, rate in rates:
+                group["lr"] = rate
 
     def _descend(self) -> None:
         """What ``torch.optim.SGD`` does on the CPU, without its hooks, which cost more than a small step."""
@@ -250,50 +288,50 @@ class LevelOptimizer:
 
     def _scaled_step(self, scaler: torch.amp.GradScaler) -> None:
         """The step, unless the gradient is not finite; the scale follows. Scales are powers of two: none is rounded."""
-        scale = scaler.get_scale()
         for p in self.params.values():
-            p.grad = None if p.grad is None else p.grad * scale
+            p.grad = None if p.grad is None else scaler.scale(p.grad)
         scaler.unscale_(self.optimizer)
         scaler.step(self.optimizer)
         scaler.update()
 
     def _project(self) -> None:
-        if self.project is not None:
-            with torch.no_grad():
-                for p in self.params.values():
-                    p.copy_(self.project(p))
+        with torch.no_grad():
+            for name, p in self.params.items() if self.project is not None else ():
+                found = self.project(p)
+                shape = getattr(found, "shape", type(found).__name__)
+                if shape != p.shape:
+                    raise HyperkronError(f"projection made {shape} of {name}; return a tensor of its shape {p.shape}.")
+                p.copy_(found)
+        torch.clear_autocast_cache()  # a loop that runs under autocast would continue with casts of the old values
 
     def place(self, values: Tree) -> None:
         """Set the parameters to ``values``, without a step."""
         with torch.no_grad():
             for name, p in self.params.items():
                 p.copy_(values[name])
+        torch.clear_autocast_cache()
 
     def values(self) -> Tree:
         """A copy of the parameters."""
         return trees.map(lambda p: p.detach().clone(), self.params)
 
     def set_lr(self, lr: float) -> None:
-        """Use this step size for all parameter groups."""
+        """Use this step size for all parameter groups, in a :meth:`twin` in place of those of its origin."""
+        self.own_lr = True
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
-    def copy_lr(self, other: LevelOptimizer, factor: float = 1.0) -> None:
-        """Use the step sizes of ``other``, of which this is a :meth:`twin`, times ``factor``, group by group."""
-        for group, its in zip(self.optimizer.param_groups, other.optimizer.param_groups, strict=True):
-            group["lr"] = its["lr"] * factor
-
     def rescale(self, factor: float) -> None:
-        """Multiply this and all later step sizes of the algorithm's rule (or the optimizer's now) by ``factor``."""
+        """Multiply this and all later step sizes by ``factor``, whatever rule or scheduler makes them."""
+        if any("lr" not in group for group in self.optimizer.param_groups):
+            raise HyperkronError("optimizer has no 'lr' in its parameter groups to lower; use one that has.")
         self.factor *= factor
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["lr"] * factor
 
     def tick(self, t: int, metric: float | None) -> None:
         """Step ``t`` of the algorithm is over: set the step sizes of the next one (``None``: it was skipped)."""
         if self.rate is not None:
             for group in self.optimizer.param_groups:
-                group["lr"] = self.rate(t + 1) * self.factor
+                group["lr"] = self.rate(t + 1)
         if self.scheduler is None or self.each_update:
             return
         if not isinstance(self.scheduler, ReduceLROnPlateau):
@@ -302,7 +340,7 @@ class LevelOptimizer:
             self.scheduler.step(metric)
 
     def twin(self, *, memory: bool = False) -> LevelOptimizer:
-        """A copy of the parameters with a fresh optimizer of the same kind and settings.
+        """A copy of the parameters with a fresh optimizer of the same kind, which always has the settings of this one.
 
         Methods that follow a second point of the inner problem (F2SA's z, BOME's θ̂) move it this way. With ``memory``
         the optimizer begins with a copy of this one's state (moments, counted steps), and the scaler is this one's
@@ -314,14 +352,22 @@ class LevelOptimizer:
             {**group, "params": [of[id(p)] for p in group["params"] if id(p) in of]}
             for group in self.optimizer.param_groups
         ]
-        known = inspect.signature(type(self.optimizer)).parameters
+        kind = type(self.optimizer)
+        known = inspect.signature(kind).parameters
         settings = {key: value for key, value in self.optimizer.defaults.items() if key in known}
-        optimizer = type(self.optimizer)(groups, **settings)
+        try:
+            optimizer = kind(groups, **settings)
+        except Exception as error:
+            raise HyperkronError(
+                f"this algorithm moves a second point of θ by an optimizer like inner_optimizer, but {kind.__name__} "
+                f"cannot be made from its parameter groups and defaults ({error!s:.100}); use one of torch.optim, or "
+                "an algorithm without a second point, such as hyperkron.AID."
+            ) from error
         if memory:
             optimizer.state.update({of[id(p)]: copies(self.optimizer.state.get(p, {})) for p in self.params.values()})
         updates = Updates(optimizer, clip=self.clip, scaler=self.scaler if memory else None)
         made = LevelOptimizer(points, updates, Rate(0.0))
-        made._plain = self._plain
+        made._plain, made.origin = self._plain, self
         return made
 
     def state_dict(self) -> dict[str, Any]:

@@ -176,8 +176,6 @@ class State:
     def _advance(self, metric: float | None) -> None:
         self.inner.tick(self.step, metric)
         self.outer.tick(self.step, metric)
-        for twin in self.twins.values():
-            twin.copy_lr(self.inner)
         self.step += 1
 
     def state_dict(self, *, copy_caches: bool = True) -> dict[str, Any]:
@@ -221,6 +219,7 @@ class State:
             twin.place(state["twins"][name]["params"])
             twin.load_state_dict(state["twins"][name]["mover"])
         self.generator.set_state(state["generator"])
+        torch.clear_autocast_cache()
 
 
 @dataclass(frozen=True, kw_only=True)

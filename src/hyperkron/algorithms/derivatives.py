@@ -64,10 +64,12 @@ def placed(params: Tree, values: Tree) -> Iterator[None]:
     try:
         for name, p in params.items():
             p.data = values[name].detach()
+        torch.clear_autocast_cache()  # it may hold casts of the other values
         yield
     finally:
         for name, p in params.items():
             p.data = own[name]
+        torch.clear_autocast_cache()
 
 
 @contextmanager

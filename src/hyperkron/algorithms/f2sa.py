@@ -52,8 +52,8 @@ class F2SA(Algorithm):
             f = derivatives.gradients(state, "outer", batches.outer(), hyper=False)
             g = derivatives.gradients(state, "inner", batch, live=True, hyper=False)
             g_z = derivatives.gradients(state, "inner", batch, theta=z.params, hyper=False)
+            z.step(g_z.theta)  # first, so that both take this step with the same settings
             state.inner.step(trees.add(f.theta, g.theta, alpha=ell))
-            z.step(g_z.theta)
         batch = batches.inner()
         f = derivatives.gradients(state, "outer", batches.outer())
         g = derivatives.gradients(state, "inner", batch)

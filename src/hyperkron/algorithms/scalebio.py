@@ -50,7 +50,6 @@ class ScaleBiO(Algorithm):
 
     def step(self, state: State, batches: BatchSources) -> StepReport:
         u, alpha = state.twins["u"], state.numbers["penalty"]
-        u.copy_lr(state.inner, 1 / state.inner.factor)
         batch = batches.inner()
         f = derivatives.gradients(state, "outer", batches.outer())
         g = derivatives.gradients(state, "inner", batch, live=True)

@@ -56,6 +56,11 @@ class AdamDiagonal(Curvature):
                 "optimizer has maximize=True, but J_in is minimised; return the negative of the loss from inner, with "
                 "maximize=False."
             )
+        if any("lr" not in group for group in groups.values()):
+            raise HyperkronError(
+                f"optimizer={type(self.optimizer).__name__} has no learning rate 'lr' in its parameter groups, which "
+                "SAMA needs; use one that has, or a hypergradient that asks for no optimizer, such as hk.kfac()."
+            )
         inverse: dict[str, Tensor | float] = {}
         adaptive: dict[int, list[str]] = {}
         for name, p in point.params.items():

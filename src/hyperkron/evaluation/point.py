@@ -111,6 +111,7 @@ class Point:
         if "torch._dynamo" in sys.modules:  # without it nothing can have been compiled
             self._stack.enter_context(torch.compiler.set_stance("force_eager"))
         if torch.is_autocast_enabled(self.device.type):  # for the objectives alone: all else keeps its precision
+            torch.clear_autocast_cache()  # it may hold casts of parameters that have moved since
             self.met_autocast = self.plain
             if not self.plain:
                 cache = torch.is_autocast_cache_enabled()
