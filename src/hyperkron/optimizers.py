@@ -295,13 +295,14 @@ class LevelOptimizer:
         scaler.update()
 
     def _project(self) -> None:
-        with torch.no_grad():
-            for name, p in self.params.items() if self.project is not None else ():
-                found = self.project(p)
-                shape = getattr(found, "shape", type(found).__name__)
-                if shape != p.shape:
-                    raise HyperkronError(f"projection made {shape} of {name}; return a tensor of its shape {p.shape}.")
-                p.copy_(found)
+        if self.project is not None:
+            for name, p in self.params.items():
+                with torch.no_grad():
+                    found = self.project(p)
+                    shape = getattr(found, "shape", type(found).__name__)
+                    if shape != p.shape:
+                        raise HyperkronError(f"projection made {shape} of {name}; return a tensor of shape {p.shape}.")
+                    p.copy_(found)
         torch.clear_autocast_cache()  # a loop that runs under autocast would continue with casts of the old values
 
     def place(self, values: Tree) -> None:

@@ -224,7 +224,7 @@ def test_a_scheduler_that_is_not_given_is_said(
 
 def test_a_projection_to_another_shape_is_named() -> None:
     _, hyper = STOCHASTIC.modules()
-    with pytest.raises(hk.HyperkronError, match=r"projection returned torch.Size\(\[\]\) of value"):
+    with pytest.raises(hk.HyperkronError, match=r"projection made torch.Size\(\[\]\) of value"):
         LevelOptimizer({"value": next(hyper.parameters())}, None, A.Rate(0.1), project=torch.mean)
     with pytest.raises(hk.HyperkronError, match="projection made NoneType"):
         LevelOptimizer({"value": next(hyper.parameters())}, None, A.Rate(0.1), project=lambda x: None)  # type: ignore
