@@ -60,7 +60,7 @@ def main(folder: Path = Path("runs")) -> int:
         f"\nOf {wrong.sum()} labels spoilt on purpose, {found} are among the {flagged.sum()} suspects "
         f"(average precision {average_precision_score(wrong, doubt):.1%}, AUROC {roc_auc_score(wrong, doubt):.1%})."
     )
-    print(f"Open {out / 'report.html'} in a browser.")
+    print(f"Open {out / 'report.html'} in a browser. To use the commands above in this shell: . .venv/bin/activate")
     return 0
 
 
