@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -289,6 +290,27 @@ def test_curvature_that_is_not_counted_is_said(
     problem = hk.BilevelProblem(lambda m, h, b: case.inner(m, h, b) + extra(m), case.outer)
     with pytest.warns(hk.HyperkronWarning, match=message):
         hk.cg(3, curvature=hk.curvature.GGN(0.1)).compute(problem, *case.arguments[1:])
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        lambda hyper: hyper.weight.square().sum(),
+        lambda hyper: hk.losses.l2(2 * hyper.weight, 0.5),
+        lambda hyper: torch.tensor(0.3, dtype=DOUBLE),
+    ],
+    ids=["plain tensor of λ", "penalty on λ", "constant"],
+)
+@pytest.mark.parametrize("made", [hk.kfac, lambda: hk.cg(3, curvature=hk.curvature.GGN(0.1))])
+def test_what_has_no_curvature_in_theta_is_not_warned_of(
+    extra: Callable[[Any], Any], made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(solution, "_warned", set())
+    case = make(nn.Linear(3, 2), (3,))
+    problem = hk.BilevelProblem(lambda m, h, b: case.inner(m, h, b) + extra(h), case.outer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", hk.HyperkronWarning)
+        made().compute(problem, *case.arguments[1:])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 
 from hyperkron import trees
 from hyperkron.evaluation.differentiation import graph_nodes
@@ -256,13 +256,20 @@ def check_damping(damping: float) -> None:
     check_nonnegative("damping", damping, "1e-3 is a common choice")
 
 
-def warn_opaque(who: str) -> None:
-    """Warn once that the inner loss contains a plain tensor, whose curvature ``who`` does not include."""
-    warn_once(
-        f"opaque {who}",
-        f"the inner loss contains a plain tensor whose curvature {who} cannot see (harmless if it depends on λ only); "
-        "write an L2 penalty as hyperkron.losses.l2(...) to have its curvature counted.",
-    )
+def warn_opaque(who: str, loss: Loss, params: Tree) -> None:
+    """Warn once if the inner loss has a plain tensor that depends on θ, whose curvature ``who`` does not include."""
+    if _reaches(graph_nodes(loss.plain), params):
+        warn_once(
+            f"opaque {who}",
+            f"the inner loss contains a plain tensor whose curvature {who} cannot see; write an L2 penalty as "
+            "hyperkron.losses.l2(...) to have its curvature counted, or use curvature=Hessian().",
+        )
+
+
+def _reaches(nodes: Iterable[Node], params: Tree) -> bool:
+    """Whether a parameter is among these nodes of a graph."""
+    members = {id(p) for p in params.values()}
+    return any(id(getattr(node, "variable", None)) in members for node in nodes)
 
 
 def warn_moving(who: str, loss: Loss, params: Tree) -> None:
@@ -270,8 +277,7 @@ def warn_moving(who: str, loss: Loss, params: Tree) -> None:
     weights = [x for term in loss.terms for x in term.factors if isinstance(x, Tensor) and x.requires_grad]
     outputs = {get_gradient_edge(term.output).node for term in loss.terms if term.output.requires_grad}
     targets = graph_nodes([term.row_losses for term in loss.terms], outputs)
-    members = {id(p) for p in params.values()}
-    if any(id(getattr(node, "variable", None)) in members for node in chain(graph_nodes(weights), targets)):
+    if _reaches(chain(graph_nodes(weights), targets), params):
         warn_once(
             f"moving {who}",
             f"weights or targets of the inner loss depend on the model's parameters, but {who} treats them as "
@@ -287,11 +293,11 @@ def l2_curvature(loss: Loss, params: Tree) -> dict[str, Tensor | float]:
     doubled: dict[tuple[object, ...], Tensor] = {}  # a coefficient that parameters share stays one tensor
     for penalty in loss.l2:
         name = names.get(id(penalty.parameter))
-        if name is None and penalty.parameter.grad_fn is not None:
+        if name is None and _reaches(graph_nodes([penalty.parameter]), params):
             warn_once(
                 "l2-derived",
-                "the inner loss has an l2 penalty on a tensor computed from parameters, whose curvature is not counted "
-                "(harmless if it depends on λ only); penalise the parameters themselves: losses.l2(model, α).",
+                "the inner loss has an l2 penalty on a tensor computed from parameters, whose curvature is not "
+                "counted; penalise the parameters themselves: losses.l2(model, α).",
             )
         if name is not None:
             coefficient = penalty.coefficient

@@ -41,8 +41,7 @@ class GGNOperator(MatrixFreeOperator):
                 "inner returned a plain scalar tensor, which does not define a Gauss–Newton matrix: return "
                 "hyperkron.losses.cross_entropy(...), mse(...) or binary_cross_entropy(...), or use Hessian()."
             )
-        if loss.opaque:
-            warn_opaque("the Gauss–Newton matrix")
+        warn_opaque("the Gauss–Newton matrix", loss, self.params)
         warn_moving("the Gauss–Newton matrix", loss, self.params)
         return loss
 

@@ -208,13 +208,13 @@ class Loss:
     """A scalar J attached to the graph, with the criteria and penalties it is made of.
 
     Losses add (``a + b``, ``sum([a, b])``), and scale by numbers or by scalar tensors, which may carry a
-    gradient to λ. A plain scalar tensor can be added; its curvature is unknown, which ``opaque`` records.
+    gradient to λ. A plain scalar tensor can be added; its curvature is unknown, which ``plain`` records.
 
     Attributes:
         value: J, a scalar tensor.
         terms: the criteria in J, each with its model output.
         l2: the L2 penalties in J, one per parameter.
-        opaque: whether J contains a plain tensor whose curvature only differentiation can tell.
+        plain: the plain tensors in J, whose curvature only differentiation can tell.
 
     Example:
         >>> import torch
@@ -231,9 +231,14 @@ class Loss:
     value: Tensor
     terms: tuple[Term, ...] = ()
     l2: tuple[L2, ...] = ()
-    opaque: bool = False
+    plain: tuple[Tensor, ...] = ()
 
     __array_ufunc__ = None  # numpy scalars leave the arithmetic to this class
+
+    @property
+    def opaque(self) -> bool:
+        """Whether J contains plain tensors."""
+        return bool(self.plain)
 
     @property
     def per_example(self) -> Tensor:
@@ -253,7 +258,7 @@ class Loss:
             self.value * factor,
             tuple(term.scale(factor) for term in self.terms),
             tuple(penalty.scale(factor) for penalty in self.l2),
-            self.opaque,
+            tuple(x * factor for x in self.plain),
         )
 
     def backward(
@@ -286,8 +291,8 @@ class Loss:
             other = as_loss(other)
         if not isinstance(other, Loss):
             return NotImplemented
-        opaque = self.opaque or other.opaque
-        return Loss(self.value + other.value, self.terms + other.terms, self.l2 + other.l2, opaque)
+        plain = self.plain + other.plain
+        return Loss(self.value + other.value, self.terms + other.terms, self.l2 + other.l2, plain)
 
     __radd__ = __add__
 
@@ -322,7 +327,7 @@ def as_loss(x: Any) -> Loss:
     if not isinstance(x, Tensor):
         raise HyperkronError(f"loss is a {type(x).__name__} ({x!r:.60}); return a hyperkron Loss or a scalar tensor.")
     _require_scalar(x, "loss")
-    return Loss(x, opaque=True)
+    return Loss(x, plain=(x,))
 
 
 def _require_scalar(x: Tensor, argument: str) -> None:

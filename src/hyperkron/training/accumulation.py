@@ -113,8 +113,8 @@ class _Pieces:
         inputs = [x for x in work.named().values() if x.requires_grad]
         if not inputs or not torch.is_grad_enabled():
             with torch.no_grad():
-                return Loss(work.value(), opaque=True)
-        return Loss(_Value.apply(work, *inputs), opaque=True)
+                return as_loss(work.value())
+        return as_loss(_Value.apply(work, *inputs))
 
 
 # --- batches -----------------------------------------------------------------------------------------------

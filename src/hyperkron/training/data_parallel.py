@@ -167,7 +167,7 @@ class _Divided:
                 replace(p.scale(share), coefficient=p.coefficient, parameter=own.get(id(p.parameter), p.parameter))
                 for p in loss.l2
             ),
-            loss.opaque,
+            loss.plain,
         )
 
     def _check(self, model: nn.Module, hyper: nn.Module, batch: Any, part: Any) -> None:

@@ -99,6 +99,8 @@ def _check_forward(recorder: Recorder, loss: Loss, point: Point, batch: Any, fir
     if first:
         _warn_used_elsewhere(recorder, loss, point)
         warn_moving("KFAC", loss, point.params)
+    if loss.terms:
+        warn_opaque("KFAC", loss, point.params)
     if how.owners is not None:
         _check_alike(recorder, how.owners.group)
     if loss.terms and (how.owners is not None or in_parts):
@@ -254,8 +256,6 @@ class _Merged:
 def _vectors(loss: Loss, batch_size: int, how: Measurement) -> Iterable[tuple[Tensor, Tensor]]:
     """(output, vector to backpropagate) such that Σ vector vectorᵀ is the output Hessian."""
     if loss.terms:
-        if loss.opaque:
-            warn_opaque("KFAC")
         drawn = how.fisher, how.samples, how.generator
         return ((t.output, v) for t in loss.terms for v in t.vectors(*drawn, checked=how.checked))
     if how.fisher != "empirical":
