@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -70,6 +71,26 @@ def test_what_does_not_fit_any_more_is_forgotten(name: str, change: Callable[[nn
     for _ in range(2):
         found, wanted = (x.compute(problem, model, hyper, *batches) for x in (method, METHODS[name]()))
         assert oracles.relative(oracles.flat(found.grads), oracles.flat(wanted.grads)) < 1e-4
+
+
+def scaled(model: nn.Module, hyper: Any, batch: tuple[Tensor, Tensor]) -> hk.losses.Loss:
+    return 5.0 * inner(model, hyper, batch)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("made", [lambda: lambda *given: scaled(*given), lambda: functools.partial(scaled)])
+def test_what_belongs_to_another_inner_loss_is_forgotten(name: str, made: Any) -> None:
+    torch.manual_seed(0)
+    model, hyper = nn.Sequential(nn.Linear(4, 3)).double(), hk.as_hyper(torch.randn(8, dtype=torch.float64))
+    batches = [(torch.randn(8, 4, dtype=torch.float64), torch.randint(0, 3, (8,))) for _ in range(2)]
+    method = METHODS[name]()
+    method.compute(hk.BilevelProblem(inner, outer), model, hyper, *batches)
+    for _ in range(2):
+        problem = hk.BilevelProblem(made(), outer)  # the same, defined again every time
+        found, wanted = (x.compute(problem, model, hyper, *batches) for x in (method, METHODS[name]()))
+        assert oracles.relative(oracles.flat(found.grads), oracles.flat(wanted.grads)) < 1e-10
+    if name in ("kfac", "ekfac"):
+        assert found.stats["curvature_age"] == 1
 
 
 @pytest.mark.parametrize("name", ["kfac", "kfac, averages", "ekfac"])

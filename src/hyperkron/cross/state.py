@@ -117,6 +117,13 @@ def function_key(function: Any, depth: int = 4) -> Hashable:
     return kind, flags, called
 
 
+def code_of(function: Any) -> Hashable:
+    """The code of a function or method, also of a partial one; of other objects the type."""
+    while isinstance(function, (functools.partial, types.MethodType)):
+        function = function.func if isinstance(function, functools.partial) else function.__func__
+    return function.__code__ if isinstance(function, types.FunctionType) else type(function)
+
+
 def inner_key(problem: BilevelProblem, model: nn.Module, hyper: nn.Module) -> Hashable:
     """A key that distinguishes inner losses: the function, and the properties of θ and λ that affect its structure."""
     names, dtypes = tuple(name for name, _ in hyper.named_parameters()), {p.dtype for p in model.parameters()}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hyperkron import trees
-from hyperkron.cross import RECHECK, Cross, CrossState, Mode
+from hyperkron.cross import RECHECK, Cross, CrossState, Mode, code_of
 from hyperkron.curvature import Curvature, CurvatureState, Invertible
 from hyperkron.curvature.base import Eigenbasis
 from hyperkron.evaluation.passes import Pass
@@ -47,6 +47,7 @@ class ImplicitState:
     calls: int = 0
     plain: bool = False  # whether the objectives run without autocast, because it was found too coarse
     modules: list[weakref.ref[nn.Module]] = field(default_factory=list, repr=False)  # of the model; not saved
+    inner: Any = field(default=None, repr=False)  # the code of the inner loss; not saved
 
     def __deepcopy__(self, memory: dict[int, Any]) -> ImplicitState:
         """Copy everything but the model: the copy belongs to the first model it is used with."""
@@ -187,7 +188,7 @@ class Implicit(Hypergradient):
 
         A is measured on ``curvature_batch``, or on ``inner_batch`` if it is ``None``.
         """
-        self._forget_other_model(model)
+        self._forget_others(problem, model)
         answer, start = None, self._start(model)
         make_point = functools.partial(
             Point, problem, model, hyper, inner_batch, outer_batch, curvature_batch=curvature_batch
@@ -217,16 +218,20 @@ class Implicit(Hypergradient):
         (outer_loss,) = answer.value.wait()
         return HypergradientResult(answer.grads, solution.status, outer_loss, solution, stats)
 
-    def _forget_other_model(self, model: nn.Module) -> None:
-        """Reset the state if it belongs to another model, such as the model of an earlier fold.
+    def _forget_others(self, problem: BilevelProblem, model: nn.Module) -> None:
+        """Reset the state if it belongs to another model, such as the model of an earlier fold, or another inner loss.
 
-        Models are compared by their modules, because ``fully_shard`` replaces parameters.
+        Models are compared by their modules, because ``fully_shard`` replaces parameters; losses by their code, because
+        they may be defined again in every call.
         """
         modules = list(model.modules()) if isinstance(model, nn.Module) else []
         known = [reference() for reference in self.state.modules]
         same = len(known) == len(modules) and all(x is m for x, m in zip(known, modules, strict=True))
-        if known and not same:
+        inner = code_of(getattr(problem, "inner", None))
+        if (known and not same) or self.state.inner not in (None, inner):
             self._forget()
+            same = False
+        self.state.inner = inner
         if not same:
             self.state.modules = [weakref.ref(module) for module in modules]
 
