@@ -80,7 +80,7 @@ def test_a_run_is_replaced_if_that_is_asked_for(tmp_path: Path) -> None:
     out = tmp_path / "run"
     clean(data.train, data.trusted, config=CONFIG, out=out)
     (out / "notes.txt").write_text("mine")
-    with pytest.raises(HyperkronError, match=r"already holds a run; continue it with resume\(.*overwrite=True"):
+    with pytest.raises(HyperkronError, match=r"holds a finished run; .*overwrite=True"):
         clean(data.train, data.trusted, config=CONFIG, out=out)
     with pytest.raises(HyperkronError, match="x has 60 rows"):  # which cannot begin: the earlier one stays
         clean((data.x, data.noisy[:3]), data.trusted, config=CONFIG, out=out, overwrite=True)

@@ -160,7 +160,7 @@ def test_a_finished_run_is_read_again_but_never_overwritten(files: Files) -> Non
     again = resume(files.whole, progress=(watch := Watch()))
     assert all(c["seconds"] >= before[c["name"]] - 0.02 for c in again.candidates)  # the log keeps what was spent
     assert watch.steps == 0 and torch.equal(again.weights, files.result.weights)
-    with pytest.raises(HyperkronError, match="already holds a run; continue it with resume"):
+    with pytest.raises(HyperkronError, match="holds a finished run; replace it with overwrite=True"):
         files.clean("whole")
 
 

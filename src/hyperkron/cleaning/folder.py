@@ -90,7 +90,7 @@ class RunFolder:
 
     Args:
         path: made if it does not exist; None for a run that keeps nothing.
-        new: True refuses a folder that holds a run; False continues that run.
+        new: whether a run begins here (:func:`replacing` has looked that there is none); False continues the run.
         writes: False leaves the folder as it is.
 
     Attributes:
@@ -101,14 +101,9 @@ class RunFolder:
     def __init__(self, path: str | Path | None, *, new: bool, writes: bool = True) -> None:
         self.kept, self.path = path is not None, Path(path or "")
         self.writes = writes and self.kept
-        self.finished = not new and self._has_whole_result()
+        self.finished = not new and has_whole_result(self.path)
         if not self.kept:
             return
-        if new and (self.path / "config.json").exists():
-            raise HyperkronError(
-                f"out={str(path)!r} already holds a run; continue it with resume({str(path)!r}), replace it with "
-                "overwrite=True, or use another folder."
-            )
         if not new and not (self.path / "config.json").exists():
             raise HyperkronError(f"out={str(path)!r} holds no run: there is no config.json in it.")
         try:
@@ -161,12 +156,6 @@ class RunFolder:
         """Put a JSON file in place as a whole."""
         if self.writes:
             self._put(name, json.dumps(content, indent=2, allow_nan=False).encode("ascii"))
-
-    def _has_whole_result(self) -> bool:
-        """Whether there is a result with all alternatives."""
-        with suppress(OSError, ValueError, HyperkronError):
-            return "unfinished" not in json.loads(read_plain(self.path / "result.json"))
-        return False
 
     def write_hashes(self, hashes: RowHashes) -> dict[str, Any]:
         """Put ``HASHES`` in place; what config.json says of it."""
@@ -324,14 +313,30 @@ def fingerprint(parts: list[Labelled]) -> str:
     return digest.hexdigest()
 
 
+def has_whole_result(folder: Path) -> bool:
+    """Whether there is a result with all alternatives."""
+    with suppress(OSError, ValueError):
+        return "unfinished" not in json.loads(read_plain(folder / "result.json"))
+    return False
+
+
 @contextmanager
 def replacing(folder: str | Path | None, overwrite: bool, say: Callable[[str], None]) -> Iterator[None]:
-    """The earlier run is put aside; it comes back if the new one does not begin, and goes when that has finished."""
+    """A place for a new run: an earlier one there is refused or, with ``overwrite``, put aside.
+
+    It comes back if the new one does not begin, and goes when that has finished.
+    """
     out = Path(folder or "")
-    there = any((out / name).exists() for name in ("config.json", "result.json"))
-    if folder is None or not overwrite or not there:
+    if out.exists() and not out.is_dir():
+        raise HyperkronError(f"out={str(out)!r} is a file, but a run is a folder; choose another name.")
+    begun = (out / "config.json").exists()
+    if folder is None or not (begun or (overwrite and (out / "result.json").exists())):
         yield
         return
+    if not overwrite:
+        interrupted = f"a run that was interrupted; continue it with resume({str(out)!r}),"
+        what = "a finished run;" if has_whole_result(out) else interrupted
+        raise HyperkronError(f"out={str(out)!r} holds {what} replace it with overwrite=True, or use another folder.")
     if out.is_symlink():
         raise HyperkronError(f"out={str(out)!r} is a link; name the folder itself to overwrite it.")
     with FolderLock(out):  # a process that still writes the earlier run would go on, in the folder of the new one

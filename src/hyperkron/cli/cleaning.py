@@ -38,7 +38,6 @@ def clean(options: Any, given: list[str]) -> int:
     _need_packages(options)
     options.out = options.out or str(_free_folder(options.train))
     out = Path(options.out)
-    _refuse_taken(out, options.overwrite)
     if not options.quiet:
         say(f"Reading {options.train}" + (f" and {options.trusted}" if options.trusted else ""))
     from hyperkron import cleaning
@@ -164,22 +163,6 @@ def _free_folder(train: str) -> Path:
     name = "".join(char if char.isalnum() or char in "-_" else "-" for char in stem) or "run"
     tried = (Path("runs") / (name if i == 1 else f"{name}-{i}") for i in range(1, 10**6))
     return next(path for path in tried if not path.exists())
-
-
-def _refuse_taken(out: Path, overwrite: bool) -> None:
-    if out.exists() and not out.is_dir():
-        raise FileExistsError(f"--out={str(out)!r} is a file, but a run is a folder; choose another name.")
-    if overwrite:
-        return
-    if finished(out):
-        raise FileExistsError(
-            f"--out={str(out)!r} holds a finished run; choose another folder, or add --overwrite to replace it."
-        )
-    if (out / "config.json").exists():
-        raise FileExistsError(
-            f"--out={str(out)!r} holds a run that was interrupted; continue with `hyperkron resume "
-            f"{shlex.quote(str(out))}`, choose another folder, or add --overwrite to replace it."
-        )
 
 
 def _finish(options: Any, out: Path) -> int:

@@ -114,7 +114,8 @@ class Meeting:
         """Tell the others, once: the folder, or that there is nothing to do."""
         if not self._told:
             self._told = True
-            self._store.set(FOLDER, os.fsencode("" if folder is None else folder.resolve()))
+            path = os.fsencode("" if folder is None else folder.resolve())
+            self._store.set(FOLDER, path)  # type: ignore[arg-type]  # bytes are taken, too
 
     def folder(self) -> str | None:
         """What the first process tells, as soon as it does."""
