@@ -120,9 +120,9 @@ def measure(job: Job, rda: Path) -> dict[str, Any]:
     run = CleaningRun(parts, Own.of(parts), config, folder, None, SilentProgress(), None, given)
     with run.working() as work:
         [outcome] = clean_labels([work])
-        told = learners.evidence(work, outcome)
+        told = learners.learner_scores(work, outcome)
         assert outcome.cleaned_forest is not None
-        bag = learners.told(work, outcome, outcome.cleaned_forest)
+        bag = learners.row_scores(work, outcome, outcome.cleaned_forest)
         everything = torch.cat([work.noisy, work.trusted])
         q, models = outcome.final.posterior, dict[str, torch.nn.Module]()
         models |= {kind: learners.grow(kind, work, everything, q) for kind in (FOREST, BOOSTED)}
@@ -157,7 +157,7 @@ HEADER = ("table", "settings", *LEARNERS, "rival: boosted", "chosen", "taken")
 
 
 def chosen(row: dict[str, Any], margin: float = learners.MARGIN) -> str:
-    """The learner that the method takes; of sums and standard errors, as ``learners.best`` of all rows."""
+    """The learner that the method takes; of sums and standard errors, as ``learners.clearly_best`` of all rows."""
     total = {kind: sum(part[0] for part in row["evidence"][kind].values()) for kind in (FOREST, BOOSTED)}
     error = {kind: np.hypot(*(part[1] for part in row["evidence"][kind].values())) for kind in total}
     return max((k for k in total if total[k] > margin * error[k]), key=lambda k: total[k], default=NETWORK)

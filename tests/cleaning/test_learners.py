@@ -13,7 +13,14 @@ from blobs import quicken
 from hyperkron.cleaning import OURS, CleanConfig, learners
 from hyperkron.cleaning.alternatives import fitted
 from hyperkron.cleaning.config import BOOSTED, FOREST, NETWORK
-from hyperkron.cleaning.learners import best, chosen_learner, grow, half_answers, name_of, told
+from hyperkron.cleaning.learners import (
+    chosen_learner,
+    clearly_best,
+    grow,
+    half_answers,
+    name_of,
+    row_scores,
+)
 from hyperkron.cleaning.method import Outcome, clean_labels
 from hyperkron.cleaning.models import linear, trees
 from hyperkron.cleaning.stages import Stages
@@ -64,9 +71,9 @@ def test_trees_need_a_clear_lead() -> None:
     noise = (noise - noise.mean()) / noise.std()
     for lead, kind in ((2.9, NETWORK), (3.1, BOOSTED)):  # of a standard error of 10
         told = {NETWORK: network, FOREST: network - 0.1, BOOSTED: network + noise + lead / 10}
-        assert best(told) == kind
-    assert best({NETWORK: network, FOREST: network, BOOSTED: network}) == NETWORK
-    assert best({NETWORK: network, FOREST: network + noise + 1, BOOSTED: network + noise + 0.9}) == FOREST
+        assert clearly_best(told) == kind
+    assert clearly_best({NETWORK: network, FOREST: network, BOOSTED: network}) == NETWORK
+    assert clearly_best({NETWORK: network, FOREST: network + noise + 1, BOOSTED: network + noise + 0.9}) == FOREST
 
 
 def test_both_kinds_of_trees_learn_the_posterior_and_not_the_labels() -> None:
@@ -99,11 +106,11 @@ def test_the_likelihood_of_labels_by_hand(monkeypatch: pytest.MonkeyPatch) -> No
     through = outcome.final.votes.log_likelihood
     top = through.max(1, keepdim=True).values
     expected = torch.cat([(0.5 * (through - top).exp()).sum(1).log(), torch.full((TRUSTED,), 0.5).log()])
-    assert torch.allclose(told(work, outcome, flat), expected, atol=1e-4)
+    assert torch.allclose(row_scores(work, outcome, flat), expected, atol=1e-4)
     truth = torch.nn.functional.one_hot(work.given, 2).float()
     right = truth.clone()
     right[:ROWS:5] = right[:ROWS:5].flip(1)  # the true classes explain trusted rows, and noisy ones through the noise
-    assert float(told(work, outcome, right)[ROWS:].sum()) > float(told(work, outcome, flat)[ROWS:].sum())
-    worse = told(work, outcome, 0.3 * right + 0.35)  # less sure of itself, but as right: τ takes that away
+    assert float(row_scores(work, outcome, right)[ROWS:].sum()) > float(row_scores(work, outcome, flat)[ROWS:].sum())
+    worse = row_scores(work, outcome, 0.3 * right + 0.35)  # less sure of itself, but as right: τ takes that away
     monkeypatch.setattr(learners, "TEMPERATURES", (1.0,))
-    assert float(worse.sum()) > float(told(work, outcome, 0.3 * right + 0.35).sum())
+    assert float(worse.sum()) > float(row_scores(work, outcome, 0.3 * right + 0.35).sum())

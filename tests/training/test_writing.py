@@ -17,7 +17,7 @@ from hyperkron.cleaning.data import export_rows
 from hyperkron.cleaning.report import write_report
 from hyperkron.cli import main
 from hyperkron.solution import HyperkronError
-from hyperkron.training.writing import open_plain, whole_file
+from hyperkron.training.writing import open_plain, put, whole_file
 
 TABLE = "text,label\na,x\nb,y\n"
 
@@ -61,6 +61,14 @@ def test_a_block_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     with pytest.raises(KeyError):
         fail()
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("a", "before")]
+
+
+def test_a_folder_that_is_gone_is_made_again_only_where_that_is_asked_for(tmp_path: Path) -> None:
+    out = tmp_path / "run" / "a"
+    with pytest.raises(HyperkronError, match="cannot be written .*No such file"):
+        put(out, b"x")
+    put(out, b"x", parents=True)
+    assert out.read_bytes() == b"x"
 
 
 def _killed_while_writing(out: Path) -> None:

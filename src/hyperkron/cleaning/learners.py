@@ -58,8 +58,8 @@ def half_answers(kind: str, work: Work, posterior: Tensor) -> Tensor:
     return asked
 
 
-def told(work: Work, outcome: Outcome, answers: Tensor) -> Tensor:
-    """The log-likelihood of the labels under a learner's answers (rows, C), at its best τ: of noisy rows, then trusted.
+def row_scores(work: Work, outcome: Outcome, answers: Tensor) -> Tensor:
+    """The terms of S(f) for a learner's answers (rows, C), at its best τ: of the noisy rows, then of the trusted ones.
 
     Rows without a label have 0.
     """
@@ -71,25 +71,25 @@ def told(work: Work, outcome: Outcome, answers: Tensor) -> Tensor:
     return found[found.sum(1).argmax()]
 
 
-def evidence(work: Work, outcome: Outcome) -> dict[str, Tensor]:
-    """For each learner the log-likelihood of the labels of all rows, asked of models that had not seen them."""
+def learner_scores(work: Work, outcome: Outcome) -> dict[str, Tensor]:
+    """For each learner the terms of S(f), asked of models that had not seen the labels."""
     assert outcome.half_opinion is not None
     q = (outcome.half_opinion + outcome.first.votes.log_likelihood).softmax(1)
     answers = {kind: half_answers(kind, work, q) for kind in (FOREST, BOOSTED)}
-    return {kind: told(work, outcome, asked) for kind, asked in {NETWORK: outcome.fold_models, **answers}.items()}
+    return {kind: row_scores(work, outcome, asked) for kind, asked in {NETWORK: outcome.fold_models, **answers}.items()}
 
 
-def best(told: dict[str, Tensor]) -> str:
-    """The learner with most evidence, but a network where its lead is not clear."""
+def clearly_best(scores: dict[str, Tensor]) -> str:
+    """The learner of the highest S(f), but a network where its lead is not clear."""
 
     def lead(kind: str) -> float:
-        difference = (told[kind] - told[NETWORK]).double()
+        difference = (scores[kind] - scores[NETWORK]).double()
         return float(difference.sum() / (difference.std() * len(difference) ** 0.5).clamp(min=1e-12))
 
-    ahead = [kind for kind in told if kind != NETWORK and lead(kind) > MARGIN]
-    return max(ahead, key=lambda kind: float(told[kind].sum()), default=NETWORK)
+    ahead = [kind for kind in scores if kind != NETWORK and lead(kind) > MARGIN]
+    return max(ahead, key=lambda kind: float(scores[kind].sum()), default=NETWORK)
 
 
 def chosen_learner(work: Work, outcome: Outcome) -> str:
     """The learner of a view; nothing of it looks at the rows that are held out."""
-    return best(evidence(work, outcome)) if work.trees and work.tree_model else NETWORK
+    return clearly_best(learner_scores(work, outcome)) if work.trees and work.tree_model else NETWORK

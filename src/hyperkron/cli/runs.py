@@ -213,7 +213,7 @@ def predict(options: Any, given: list[str]) -> int:
     if out is None:
         say_json({"predictions": lines, **about})
         return 0
-    put(out, text.encode("utf-8", "replace"))
+    put(out, text.encode("utf-8", "replace"), parents=True)
     if options.json:
         say_json({"file": str(out), **about})
     elif not options.quiet:

@@ -124,10 +124,11 @@ def whole_file(out: Path) -> Iterator[Path]:
             os.close(descriptor)
 
 
-def put(out: Path, data: bytes, then: str = "") -> None:
-    """Put a file in place whole, with the folders above it; ``then`` is as for :func:`in_words`."""
+def put(out: Path, data: bytes, then: str = "", *, parents: bool = False) -> None:
+    """Put a file in place whole, with ``parents`` also the folders above it; ``then`` is as for :func:`in_words`."""
     with in_words(out, len(data), then):
-        out.parent.mkdir(parents=True, exist_ok=True)
+        if parents:
+            out.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(out) as temporary:
             temporary.write_bytes(data)
 

@@ -67,5 +67,5 @@ def export_rows(
         raise HyperkronError(f"out={str(out)!r} exists already; choose another name, or pass overwrite=True.")
     content = form.write(place, kept)
     content = gzip.compress(content, mtime=0) if out.name.lower().endswith(".gz") else content
-    put(out, content)
+    put(out, content, parents=True)
     return out
