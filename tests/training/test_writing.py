@@ -65,7 +65,7 @@ def test_a_block_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_gone_is_made_again_only_where_that_is_asked_for(tmp_path: Path) -> None:
     out = tmp_path / "run" / "a"
-    with pytest.raises(HyperkronError, match="cannot be written .*No such file"):
+    with pytest.raises(HyperkronError, match=r"cannot be written .*No such file"):
         put(out, b"x")
     put(out, b"x", parents=True)
     assert out.read_bytes() == b"x"
