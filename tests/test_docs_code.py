@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import warnings
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ import hyperkron as hk
 from blobs import blobs, quicken
 from hyperkron.cleaning import CleanConfig
 from hyperkron.cleaning.models import HASHED
+from hyperkron.cli.parser import COMMANDS, parse
 from run_folder import write_run_folder
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -112,3 +114,26 @@ def test_the_code_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.
 
 def test_there_are_pages() -> None:
     assert {"cleaning.md", "data.md", "report.md", "runtime.md"} <= set(PAGES)
+
+
+# --- the command line --------------------------------------------------------------------------------------
+
+COMMAND = re.compile(r"(?:-m |^ *|`)hyperkron ((?:" + "|".join(COMMANDS) + r") [^\n`]*)", re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", ["README.md", *sorted(f"docs/{path.name}" for path in DOCS.glob("*.md"))])
+def test_every_command_of_a_page_is_understood(page: str) -> None:
+    for line in COMMAND.findall((DOCS.parent / page).read_text("utf-8")):
+        words = shlex.split(re.split(r" [#>] ?", line)[0])
+        if "…" not in line and "..." not in line:
+            parse(words)  # exits at what it does not know
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_is_in_the_reference_of_its_command(command: str) -> None:
+    text = (DOCS / "cli.md").read_text("utf-8")
+    section = re.split(rf"^## `hyperkron {command}\b", text, flags=re.MULTILINE)[1].partition("\n## ")[0]
+    where = text if command == "resume" else text.partition("\n## ")[0] + section  # resume takes those of clean
+    known = re.findall(r"--[\w-]+", where)
+    named = {option.name for option in COMMANDS[command][0] if option.name.startswith("--")}
+    assert named and sorted(named - set(known)) == []
