@@ -1,4 +1,4 @@
-"""New rows to predict: folders of images."""
+"""New rows to predict: folders of images, and things that are not rows."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hyperkron.cleaning.data import InputForm
+from hyperkron.cleaning.data import InputForm, read
 from hyperkron.cleaning.data.labelled import Roles
+from hyperkron.solution import HyperkronError
 
 image = pytest.importorskip("PIL.Image")
 FORM = InputForm("image", Roles(), shape=(1, 4, 4))
@@ -36,3 +37,21 @@ def test_an_image_that_cannot_be_read_among_folders_of_classes(tmp_path: Path) -
     assert found.rows.tolist() == [1, 2] and found.count == 3  # as the rows of the source are numbered
     assert found.ids == {"file": ["", "cat/b.png", "dog/c.png"]}
     assert "1 image cannot be read" in found.messages[0]
+
+
+@pytest.mark.parametrize(
+    "rows", [None, 3.0, np.array(1.0), [{"a": 1.0, "t": "p"}], np.array([[1.0, "p"]], dtype=object), ["a text"]]
+)
+def test_what_is_no_table_is_refused_with_what_would_be(rows: object) -> None:
+    form = InputForm.of(read({"a": [1.0, 2.0], "t": ["p", "q"], "label": [0, 1]}))
+    with pytest.raises(
+        HyperkronError, match=r"rows is a .*; give a DataFrame, such as pandas.DataFrame\(rows\), a dict"
+    ):
+        form.read(rows)
+
+
+def test_a_text_alone_is_no_path() -> None:
+    form = InputForm.of(read({"text": ["a b", "c d"], "label": [0, 1]}))
+    with pytest.raises(HyperkronError, match=r"rows='to be' is not a path that exists; give a single text as a list"):
+        form.read("to be")
+    assert form.read(["to be"]).inputs == ["to be"]

@@ -20,6 +20,12 @@ from hyperkron.cleaning.data.sources import in_memory, locate
 from hyperkron.cleaning.data.values import Array, Columns, cells, gaps
 from hyperkron.solution import HyperkronError
 
+_FORMS = (
+    "give a DataFrame, such as pandas.DataFrame(rows), a dictionary of columns, a matrix of numbers, a list of texts, "
+    "pictures, or a path"
+)
+"""What new rows can be."""
+
 
 @dataclass(frozen=True, eq=False)
 class NewRows:
@@ -93,6 +99,10 @@ class InputForm:
 
     def _open(self, rows: Any, options: ReadOptions) -> Frame | Raw:
         if isinstance(rows, (str, os.PathLike)):
+            if self.kind == "text" and isinstance(rows, str) and " " in rows and not os.path.exists(rows):
+                raise HyperkronError(
+                    f"rows={rows!r:.80} is not a path that exists; give a single text as a list, [text]."
+                )
             return _open_path(rows, options, self.shape)
         if isinstance(rows, Mapping) and set(rows) & {"x", "y"} == {"x"}:
             rows = rows["x"]
@@ -102,9 +112,13 @@ class InputForm:
                 return named
             rows = np.asarray(rows)
         values = arrays.tensor_array(rows) if hasattr(rows, "detach") else rows
+        if not hasattr(values, "__len__") or getattr(values, "ndim", 1) == 0:
+            raise HyperkronError(f"rows is a {type(rows).__name__}; {_FORMS}.")
         if self.kind == "text":
             return Raw("rows", "text", _texts(values), [None] * len(values), np.arange(len(values)))
         found = arrays.dense(values, "rows")
+        if found.dtype.kind not in "fiub":
+            raise HyperkronError(f"rows is a {type(rows).__name__} that does not hold numbers; {_FORMS}.")
         names = () if self.encoding is None else self.encoding.names
         if names and found.shape[1:] == (len(names),) and found.dtype.kind in "fiub":
             encoded = {name: found[:, i] for i, name in enumerate(names)}
