@@ -226,6 +226,8 @@ class Examples(Source):
 def as_source(data: Any, argument: str = "data") -> Source:
     """``data`` as a source: a source itself, a fixed batch (tensor, tuple, dict, None), a function, a loader.
 
+    ``argument`` is what messages call it.
+
     Example:
         >>> type(as_source(lambda: 3)).__name__, type(as_source((1, 2))).__name__
         ('FunctionSource', 'Fixed')

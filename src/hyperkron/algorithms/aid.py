@@ -57,7 +57,10 @@ def aid_cg(iterations: int = 3, damping: float = 0.0, *, inner_steps: int = 10, 
 
 
 def aid_neumann(terms: int = 3, step: float | None = None, *, inner_steps: int = 10, **rates: Any) -> AID:
-    """AID-Neumann: v = η Σ_{k≤K} (I − ηH)^k b (Lorraine et al., 2020); ``step=None`` finds a safe η."""
+    """AID-Neumann: v = η Σ_{k≤K} (I − ηH)^k b (Lorraine et al., 2020).
+
+    K is ``terms``, η is ``step``; ``None`` finds a safe one.
+    """
     return AID(neumann(terms, step=step), inner_steps, **rates)
 
 
@@ -87,5 +90,5 @@ def aid_ggn_cg(iterations: int = 3, damping: float = 1e-3, *, inner_steps: int =
 def aid_ggn_neumann(
     terms: int = 3, step: float | None = None, damping: float = 0.0, *, inner_steps: int = 10, **rates: Any
 ) -> AID:
-    """AID-Neumann with the Gauss–Newton matrix."""
+    """AID-Neumann with the Gauss–Newton matrix: v = η Σ_{k≤K} (I − η(G + δI))^k b, K ``terms``, η ``step``."""
     return AID(neumann(terms, step=step, curvature=GGN(damping)), inner_steps, **rates)

@@ -111,6 +111,15 @@ def self_influence(
 
     High values mark examples that the model had to learn by heart: rare ones, and wrong labels. The arguments are those
     of :func:`attribute`.
+
+    Example: the last target does not lie on the line of the others.
+        >>> import torch, hyperkron as hk
+        >>> x, y = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[1.0], [2.0], [6.0]])
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> _ = model.weight.data.copy_(torch.ones(1, 1))
+        >>> loss = lambda m, batch: hk.losses.mse(m(batch[0]), batch[1])
+        >>> int(hk.attribution.self_influence(loss, model, (x, y)).argmax())
+        2
     """
     given = loss, curvature_data, batch_size, collate
     tasks = [Task(loss, one, train, train, _method(method), *given) for one in _models(model)]

@@ -122,6 +122,8 @@ class StochasticNeumann(Hypergradient):
 def hia(terms: int = 10, step: float = 0.1, *, seed: int = 0) -> StochasticNeumann:
     """HIA, the randomised Hessian inverse approximation: v = Kη Π_{k≤p}(I − ηH_k) b, p uniform in {0, …, K−1}.
 
+    ``terms`` is K, ``step`` is η, ``seed`` that of the draws of p.
+
     Reference: Ghadimi & Wang, "Approximation methods for bilevel programming" (2018).
     """
     return StochasticNeumann(terms, step, sampled=True, seed=seed)

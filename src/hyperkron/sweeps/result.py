@@ -16,7 +16,17 @@ _STATES = {"COMPLETE": "done", "PRUNED": "pruned", "FAIL": "failed", "RUNNING": 
 
 @dataclass(frozen=True)
 class TrialRow:
-    """A trial as it stands: ``state`` is done, pruned, failed, running or waiting; ``attempts`` includes retries."""
+    """A trial as it stands.
+
+    Attributes:
+        number: of the trial, from 0.
+        state: done, pruned, failed, running or waiting.
+        value: what the function returned, or ``None``.
+        settings: by name.
+        seconds: that the function ran, or ``None``.
+        attempts: with retries.
+        error: why it failed, or empty.
+    """
 
     number: int
     state: str
@@ -29,7 +39,7 @@ class TrialRow:
 
 @dataclass(frozen=True)
 class SweepResult:
-    """The trials of a sweep in their order, each once."""
+    """The trials of a sweep in their order, each once; ``maximize`` says whether the largest value is the best."""
 
     trials: list[TrialRow]
     maximize: bool
@@ -75,7 +85,7 @@ class SweepResult:
 
 
 def read_sweep(storage: str = "sweep.db", study: str = "sweep") -> SweepResult:
-    """The result of a sweep, also while it runs."""
+    """The result of the sweep ``study`` in the database ``storage``, also while it runs."""
     return result_of(TrialQueue(storage, study, None))
 
 
