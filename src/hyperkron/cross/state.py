@@ -121,7 +121,8 @@ def code_of(function: Any) -> Hashable:
     """The code of a function or method, also of a partial one; of other objects the type."""
     while isinstance(function, (functools.partial, types.MethodType)):
         function = function.func if isinstance(function, functools.partial) else function.__func__
-    return function.__code__ if isinstance(function, types.FunctionType) else type(function)
+    code: Hashable = getattr(function, "__code__", type(function))
+    return code
 
 
 def inner_key(problem: BilevelProblem, model: nn.Module, hyper: nn.Module) -> Hashable:

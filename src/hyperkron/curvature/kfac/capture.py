@@ -75,7 +75,7 @@ def _forward(
     are any, such as those of a search for adversarial examples."""
     left_out: set[CallId] = set()
     while True:
-        recorder = Recorder(plan, how, like, *keeps, left_out)
+        recorder = Recorder(plan, how, like, keeps[0], keeps[1], left_out)
         with recorder.attached():
             loss = point.inner(part)
             aside = set() if left_out else recorder.layers.aside(_outputs(loss))
