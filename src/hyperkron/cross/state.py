@@ -117,12 +117,11 @@ def function_key(function: Any, depth: int = 4) -> Hashable:
     return kind, flags, called
 
 
-def code_of(function: Any) -> Hashable:
+def code_of(function: Any) -> object:
     """The code of a function or method, also of a partial one; of other objects the type."""
     while isinstance(function, (functools.partial, types.MethodType)):
         function = function.func if isinstance(function, functools.partial) else function.__func__
-    code: Hashable = getattr(function, "__code__", type(function))
-    return code
+    return getattr(function, "__code__", type(function))
 
 
 def inner_key(problem: BilevelProblem, model: nn.Module, hyper: nn.Module) -> Hashable:
