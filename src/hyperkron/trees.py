@@ -54,6 +54,11 @@ def add(a: Tree, b: Tree, alpha: float | Tensor = 1.0) -> Tree:
     return dict(zip(a, _each(lambda x, y: torch._foreach_add(x, y, alpha=alpha), left, right), strict=True))
 
 
+def subtract(a: Tree, b: Tree) -> Tree:
+    """a − b."""
+    return add(a, b, alpha=-1.0)
+
+
 def scale(a: Tree, c: float | Tensor) -> Tree:
     """c·a, with ``c`` a number or a 0-dimensional tensor (which is never copied to the host)."""
     if not a:

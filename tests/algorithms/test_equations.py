@@ -13,6 +13,7 @@ from hyperkron import trees
 from hyperkron.algorithms import derivatives
 from hyperkron.algorithms.mrbo import two_points
 from hyperkron.curvature import Identity
+from hyperkron.evaluation.point import placed
 from hyperkron.hypergradient.steps import SGD
 from hyperkron.hypergradient.stochastic_neumann import StochasticNeumann
 from hyperkron.hypergradient.unrolled import Batches
@@ -182,11 +183,11 @@ def test_fsla_momentum_is_the_recursive_one() -> None:
 
     algorithm.step(state, batches)
     d = state.trees["d"]["value"]
-    with derivatives.placed(state.hypers, state.trees["old hyper"]):
+    with placed(state.hypers, state.trees["old hyper"]):
         old = h(0)  # at the θ and v of before the second step, and the λ of before the first
     before = hyper().detach().clone()
     algorithm.step(state, batches)
-    with derivatives.placed(state.hypers, {"value": before}):
+    with placed(state.hypers, {"value": before}):
         new = h(0)  # at the new θ and v, and the λ of before the second step
     assert relative(hyper().detach(), before - 0.2 * (new + (1 - eta) * (d - old))) < 1e-12
 
@@ -231,7 +232,7 @@ def test_vrbo_keeps_its_directions_up_by_differences() -> None:
         return hk.cg(3, 0.0).compute(problem.problem(), model, hyper, inner_batch, outer_batch).grads["value"]
 
     full, old = h(inner.full(), outer.full()), h(inner.batch(2), outer.batch(1))
-    with derivatives.placed(state.hypers, {"value": -0.1 * full}):
+    with placed(state.hypers, {"value": -0.1 * full}):
         new = h(inner.batch(2), outer.batch(1))  # λ has moved, θ not yet
     inner.order, outer.order = [2, 0], [1]  # from the end: one batch for θ's difference, one for λ's
     algorithm.step(state, batches)

@@ -73,9 +73,9 @@ class AmIGO(Algorithm):
         with derivatives.at_point(state) as here:
             outer_loss, b, direct = here.outer(outer_batch)
             for batch in inner_batches[:-1]:
-                residual = trees.add(here.product(batch, v, self.curvature), b, alpha=-1.0)
+                residual = trees.subtract(here.product(batch, v, self.curvature), b)
                 v = trees.add(v, residual, alpha=-rate)
-            direction = trees.add(direct, here.cross(inner_batches[-1], v), alpha=-1.0)
+            direction = trees.subtract(direct, here.cross(inner_batches[-1], v))
         state.trees["v"] = v
         state.outer.step(direction)
         return state.finish(outer_loss, direction, inner_loss)

@@ -57,7 +57,7 @@ class BOME(Algorithm):
         f = derivatives.gradients(state, "outer", outer_batch)
         g = derivatives.gradients(state, "inner", batch, live=True)
         g_hat = derivatives.gradients(state, "inner", batch, theta=hat.params)
-        q_hyper = trees.add(g.hyper, g_hat.hyper, alpha=-1.0)
+        q_hyper = trees.subtract(g.hyper, g_hat.hyper)
         square = trees.dot(g.theta, g.theta) + trees.dot(q_hyper, q_hyper)
         inner_product = trees.dot(f.theta, g.theta) + trees.dot(f.hyper, q_hyper)
         gap = g.value - g_hat.value

@@ -67,6 +67,6 @@ class BVFSM(Algorithm):
             state.inner.step(trees.add(theta, g.theta, alpha=penalty))
         f = derivatives.gradients(state, "outer", outer_batch)
         g = derivatives.gradients(state, "inner", batch)
-        direction = trees.add(f.hyper, trees.add(g.hyper, g_z.hyper, alpha=-1.0), alpha=penalty)
+        direction = trees.add(f.hyper, trees.subtract(g.hyper, g_z.hyper), alpha=penalty)
         state.outer.step(direction)
         return state.finish(f.value, direction, g.value, stats={"multiplier": penalty})

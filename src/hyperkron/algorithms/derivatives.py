@@ -6,9 +6,9 @@ evaluation leaves the model's buffers unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -19,7 +19,7 @@ from hyperkron.algorithms.base import State, StepReport
 from hyperkron.batches import BatchSources
 from hyperkron.curvature import Curvature, Operator
 from hyperkron.curvature.hessian import HessianOperator
-from hyperkron.evaluation.point import Point
+from hyperkron.evaluation.point import Point, placed
 from hyperkron.hypergradient.implicit import outer_gradients
 from hyperkron.kernels.checkpoints import differentiable_checkpoints
 from hyperkron.kernels.selection import WithoutAutocast
@@ -48,28 +48,15 @@ class FormulaParts:
     direct: Tree
     outer_loss: Tensor
 
-    def system(self) -> Tree:
-        """Hv − b, the residual of the linear system."""
-        return trees.add(self.product, self.b, alpha=-1.0)
+    def directions(self) -> dict[str, Tree]:
+        """SOBA's three directions: ∂θ g, the residual Hv − b, and the hypergradient ∂λ f − X(v) at this v."""
+        v, hyper = trees.subtract(self.product, self.b), trees.subtract(self.direct, self.crossed)
+        return {"theta": self.inner, "v": v, "hyper": hyper}
 
-    def hyper(self) -> Tree:
-        """∂λ f − X(v), the hypergradient at this v."""
-        return trees.add(self.direct, self.crossed, alpha=-1.0)
-
-
-@contextmanager
-def placed(params: Tree, values: Tree) -> Iterator[None]:
-    """Inside the block ``params`` have the values ``values``; their own memory is not written."""
-    own = {name: p.data for name, p in params.items()}
-    try:
-        for name, p in params.items():
-            p.data = values[name].detach()
-        torch.clear_autocast_cache()  # it may hold casts of the other values
-        yield
-    finally:
-        for name, p in params.items():
-            p.data = own[name]
-        torch.clear_autocast_cache()
+    def map(self, f: Callable[[str, Tree, str], Tree]) -> FormulaParts:
+        """``f(name, piece, level)`` in place of every piece, which is one of the ``inner`` or the ``outer`` loss."""
+        levels = {"inner": "inner", "product": "inner", "crossed": "inner", "b": "outer", "direct": "outer"}
+        return replace(self, **{name: f(name, getattr(self, name), level) for name, level in levels.items()})
 
 
 @contextmanager
@@ -223,7 +210,7 @@ class PointDerivatives:
     def hypergradient(self, inner_batch: Any, outer_batch: Any, v: Tree) -> tuple[Tensor, Tree]:
         """J_out and ∂λ f − X(v) for a given ``v``."""
         outer_loss, _, direct = self.outer(outer_batch)
-        return outer_loss, trees.add(direct, self.cross(inner_batch, v), alpha=-1.0)
+        return outer_loss, trees.subtract(direct, self.cross(inner_batch, v))
 
     def parts(self, inner_batch: Any, outer_batch: Any, v: Tree, curvature: Curvature) -> FormulaParts:
         """All pieces for ``v``, on one batch of each level."""
@@ -267,16 +254,3 @@ def check_products(curvature: Curvature, algorithm: str) -> None:
             "product with A per step: use Hessian() or GGN(). Use a curvature with an inverse in "
             "AID(hyperkron.kfac(), …) or AmIGO(hypergradient=hyperkron.kfac(), …)."
         )
-
-
-def weighted_change(new: FormulaParts, old: FormulaParts, inner_share: float, outer_share: float) -> dict[str, Tree]:
-    """The change of SOBA's three directions between two points on the same batches, weighted by the batches' shares."""
-
-    def change(part: str, share: float) -> Tree:
-        return trees.scale(trees.add(getattr(new, part), getattr(old, part), alpha=-1.0), share)
-
-    return {
-        "theta": change("inner", inner_share),
-        "v": trees.add(change("product", inner_share), change("b", outer_share), alpha=-1.0),
-        "hyper": trees.add(change("direct", outer_share), change("crossed", inner_share), alpha=-1.0),
-    }

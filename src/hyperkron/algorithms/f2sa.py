@@ -58,7 +58,7 @@ class F2SA(Algorithm):
         f = derivatives.gradients(state, "outer", batches.outer())
         g = derivatives.gradients(state, "inner", batch)
         g_z = derivatives.gradients(state, "inner", batch, theta=z.params)
-        direction = trees.add(f.hyper, trees.add(g.hyper, g_z.hyper, alpha=-1.0), alpha=ell)
+        direction = trees.add(f.hyper, trees.subtract(g.hyper, g_z.hyper), alpha=ell)
         state.outer.step(direction)
         state.numbers["multiplier"] = ell + as_rate(self.growth)(state.step)
         return state.finish(f.value, direction, g_z.value, stats={"multiplier": ell})

@@ -42,7 +42,7 @@ class FSLA(SOBA):
         outer_batch, batch, pair = batches.outer(), batches.inner(), (batches.inner(), batches.outer())
         with derivatives.at_point(state) as here:
             _, b, _ = here.outer(outer_batch)
-            residual = trees.add(here.product(batch, old_v, self.curvature), b, alpha=-1.0)
+            residual = trees.subtract(here.product(batch, old_v, self.curvature), b)
             memory["v"] = trees.add(old_v, residual, alpha=-as_rate(self._linear_rate())(state.step))
             outer_loss, h = here.hypergradient(*pair, memory["v"])
         direction = h
@@ -50,7 +50,7 @@ class FSLA(SOBA):
             keep = 1.0 - min(1.0, as_rate(self.momentum)(state.step))
             with derivatives.elsewhere(state, old_theta, memory["old hyper"]), derivatives.at_point(state) as there:
                 _, h_old = there.hypergradient(*pair, old_v)
-            direction = trees.add(h, trees.add(memory["d"], h_old, alpha=-1.0), alpha=keep)
+            direction = trees.add(h, trees.subtract(memory["d"], h_old), alpha=keep)
         memory["d"], memory["old hyper"] = direction, state.outer.values()
         state.outer.step(direction)
         return state.finish(outer_loss, direction, inner.value)

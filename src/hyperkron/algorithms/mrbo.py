@@ -73,8 +73,8 @@ class MRBO(Algorithm):
             with derivatives.elsewhere(state, memory["theta"], memory["lambda"]):
                 old = derivatives.gradients(state, "inner", theta_batch, hyper=False)
             result, there = two_points(state, *pair, memory["theta"], memory["lambda"], **own)
-            d_theta = _corrected(inner.theta, memory["d_theta"], old.theta, keep)
-            d_lambda = _corrected(result.grads, memory["d_lambda"], there.grads, keep)
+            d_theta = trees.add(inner.theta, trees.subtract(memory["d_theta"], old.theta), alpha=keep)
+            d_lambda = trees.add(result.grads, trees.subtract(memory["d_lambda"], there.grads), alpha=keep)
         else:
             result = method.compute(state.problem, state.model, state.hyper, *pair, **own)
             d_theta, d_lambda = inner.theta, result.grads
@@ -87,8 +87,3 @@ class MRBO(Algorithm):
         state.inner.step(d_theta)
         state.outer.step(d_lambda)
         return state.finish(result.outer_loss, d_lambda, inner.value, status=result.status, stats=result.stats)
-
-
-def _corrected(new: trees.Tree, direction: trees.Tree, old: trees.Tree, keep: float) -> trees.Tree:
-    """new + keep·(direction − old)."""
-    return trees.add(new, trees.add(direction, old, alpha=-1.0), alpha=keep)

@@ -48,7 +48,7 @@ class PBGD(Algorithm):
         f = derivatives.gradients(state, "outer", batches.outer())
         g = derivatives.gradients(state, "inner", batch, live=True)
         g_y = derivatives.gradients(state, "inner", batch, theta=y.params)
-        gap = trees.add(g.hyper, g_y.hyper, alpha=-1.0)
+        gap = trees.subtract(g.hyper, g_y.hyper)
         direction = trees.scale(trees.add(f.hyper, gap, alpha=gamma), scale)
         state.inner.step(trees.scale(trees.add(f.theta, g.theta, alpha=gamma), scale))
         state.outer.step(direction)

@@ -11,6 +11,7 @@ from hyperkron import trees
 from hyperkron.algorithms import derivatives
 from hyperkron.algorithms.base import Algorithm, Count, Positive, State, StepReport
 from hyperkron.batches import BatchSources
+from hyperkron.evaluation.point import placed
 from hyperkron.optimizers import load_scaler
 from hyperkron.solution import HyperkronError
 from hyperkron.trees import Tree
@@ -51,7 +52,7 @@ class PZOBO(Algorithm):
         directions = [trees.normal_like(hyper, state.generator) for _ in range(self.samples)]
         ends = []
         for u in directions:
-            with derivatives.placed(state.hypers, trees.add(hyper, u, alpha=self.radius)):
+            with placed(state.hypers, trees.add(hyper, u, alpha=self.radius)):
                 ends.append(self._run(state, inner_batches))
         for batch in inner_batches:
             inner = derivatives.gradients(state, "inner", batch, live=True, hyper=False)
@@ -60,7 +61,7 @@ class PZOBO(Algorithm):
         found = derivatives.gradients(state, "outer", batches.outer())
         direction = found.hyper
         for u, moved in zip(directions, ends, strict=True):
-            along = trees.dot(trees.add(moved, end, alpha=-1.0), found.theta) / (self.radius * self.samples)
+            along = trees.dot(trees.subtract(moved, end), found.theta) / (self.radius * self.samples)
             direction = trees.add(direction, trees.map(lambda x, a=along: a.to(x.dtype) * x, u))  # type: ignore[misc]
         state.outer.step(direction)
         return state.finish(found.value, direction, inner.value)

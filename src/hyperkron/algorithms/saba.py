@@ -38,15 +38,11 @@ class SABA(SOBA):
         i, j = inner.index(), outer.index()
         with derivatives.at_point(state) as here:
             found = here.parts(inner.batch(i), outer.batch(j), state.trees["v"], self.curvature)
-        of_inner, of_outer = (i, len(inner), inner.share(i)), (j, len(outer), outer.share(j))
-        gradient = _reduced(state, "inner", found.inner, *of_inner)
-        product = _reduced(state, "product", found.product, *of_inner)
-        crossed = _reduced(state, "crossed", found.crossed, *of_inner)
-        b = _reduced(state, "b", found.b, *of_outer)
-        direct = _reduced(state, "direct", found.direct, *of_outer)
-        direction = trees.add(direct, crossed, alpha=-1.0)
-        self.move(state, gradient, trees.add(product, b, alpha=-1.0), direction, inner.batch(i), here.drew)
-        return state.finish(found.outer_loss, direction)
+        place = {"inner": (i, len(inner), inner.share(i)), "outer": (j, len(outer), outer.share(j))}
+        reduced = found.map(lambda name, piece, level: _reduced(state, name, piece, *place[level]))
+        directions = reduced.directions()
+        self.move(state, directions, inner.batch(i), here.drew)
+        return state.finish(found.outer_loss, directions["hyper"])
 
 
 def _reduced(state: State, name: str, new: Tree, index: int, count: int, share: float) -> Tree:
@@ -55,7 +51,7 @@ def _reduced(state: State, name: str, new: Tree, index: int, count: int, share: 
         state.trees[f"{name} table"] = {n: x.new_zeros((count, *x.shape)) for n, x in new.items()}
         state.trees[f"{name} mean"] = trees.zeros_like(new)
     table, mean = state.trees[f"{name} table"], state.trees[f"{name} mean"]
-    change = trees.add(trees.scale(new, share), {n: x[index] for n, x in table.items()}, alpha=-1.0)
+    change = trees.subtract(trees.scale(new, share), {n: x[index] for n, x in table.items()})
     with torch.no_grad():
         for n, x in table.items():
             x[index] += change[n]

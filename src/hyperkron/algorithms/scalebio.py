@@ -54,7 +54,7 @@ class ScaleBiO(Algorithm):
         f = derivatives.gradients(state, "outer", batches.outer())
         g = derivatives.gradients(state, "inner", batch, live=True)
         g_u = derivatives.gradients(state, "inner", batch, theta=u.params)
-        direction = trees.add(f.hyper, trees.add(g.hyper, g_u.hyper, alpha=-1.0), alpha=alpha)
+        direction = trees.add(f.hyper, trees.subtract(g.hyper, g_u.hyper), alpha=alpha)
         u.step(g_u.theta)
         state.inner.step(trees.add(f.theta, g.theta, alpha=alpha))
         state.outer.step(direction)

@@ -11,6 +11,7 @@ from hyperkron.algorithms.base import Algorithm, State, StepReport
 from hyperkron.batches import BatchSources
 from hyperkron.curvature import Curvature, Hessian
 from hyperkron.optimizers import Rate, as_rate
+from hyperkron.trees import Tree
 
 
 @dataclass(frozen=True)
@@ -44,18 +45,18 @@ class SOBA(Algorithm):
     def prepare(self, state: State) -> None:
         state.trees["v"] = trees.zeros_like(state.inner.values())
 
-    def move(self, state: State, theta: trees.Tree, v: trees.Tree, hyper: trees.Tree, batch: Any, drew: bool) -> None:
+    def move(self, state: State, directions: dict[str, Tree], batch: Any, drew: bool) -> None:
         """All three variables against their directions, found on ``batch``, where random numbers were drawn or not."""
         derivatives.advance(state, [batch], drew=drew)
         rate = as_rate(self._linear_rate())(state.step)
-        state.trees["v"] = trees.add(state.trees["v"], v, alpha=-rate)
-        state.inner.step(theta)
-        state.outer.step(hyper)
+        state.trees["v"] = trees.add(state.trees["v"], directions["v"], alpha=-rate)
+        state.inner.step(directions["theta"])
+        state.outer.step(directions["hyper"])
 
     def step(self, state: State, batches: BatchSources) -> StepReport:
         batch, outer_batch = batches.inner(), batches.outer()
         with derivatives.at_point(state) as here:
             found = here.parts(batch, outer_batch, state.trees["v"], self.curvature)
-        direction = found.hyper()
-        self.move(state, found.inner, found.system(), direction, batch, here.drew)
-        return state.finish(found.outer_loss, direction)
+        directions = found.directions()
+        self.move(state, directions, batch, here.drew)
+        return state.finish(found.outer_loss, directions["hyper"])

@@ -43,14 +43,15 @@ class SRBA(SOBA):
         with derivatives.at_point(state) as here:
             found = here.parts(*pair, memory["v"], self.curvature)
         if full:
-            moves = {"theta": found.inner, "v": found.system(), "hyper": found.hyper()}
+            moves = found.directions()
         else:
             old_point = memory["old theta"], memory["old hyper"]
             with derivatives.elsewhere(state, *old_point), derivatives.at_point(state) as there:
                 old = there.parts(*pair, memory["old v"], self.curvature)
-            change = derivatives.weighted_change(found, old, inner.share(i), outer.share(j))
-            moves = {name: trees.add(memory[f"d {name}"], x) for name, x in change.items()}
+            share = {"inner": inner.share(i), "outer": outer.share(j)}
+            change = found.map(lambda name, x, at: trees.scale(trees.subtract(x, getattr(old, name)), share[at]))
+            moves = {name: trees.add(memory[f"d {name}"], x) for name, x in change.directions().items()}
         memory.update({f"d {name}": x for name, x in moves.items()})
         memory.update({"old theta": state.inner.values(), "old hyper": state.outer.values(), "old v": memory["v"]})
-        self.move(state, moves["theta"], moves["v"], moves["hyper"], pair[0], here.drew)
+        self.move(state, moves, pair[0], here.drew)
         return state.finish(found.outer_loss, moves["hyper"])

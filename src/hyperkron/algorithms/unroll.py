@@ -39,11 +39,7 @@ class Unroll(Algorithm):
     restart: bool = False
     checkpoint_every: Count = 1
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._method()  # refuses what cannot be unrolled
-
-    def _method(self) -> Unrolled:
+    def method(self) -> Unrolled:
         return Unrolled(self.inner_steps, self.optimizer, self.last, self.checkpoint_every)
 
     def prepare(self, state: State) -> None:
@@ -56,7 +52,7 @@ class Unroll(Algorithm):
             state.trees["initial"] = state.inner.values()
 
     def step(self, state: State, batches: BatchSources) -> StepReport:
-        method = self._method()
+        method = self.method()
         inner_batches, outer_batch = batches.inners(self.inner_steps), batches.outer()
         if self.restart:
             state.inner.place(state.trees["initial"])

@@ -62,11 +62,7 @@ class VRBO(Algorithm):
             own = derivatives.curvature_batch(state, batches)
             here, there = two_points(state, *pair, old_theta, old_hyper, **own)
             old_theta, old_hyper = state.inner.values(), state.outer.values()
-            memory["d theta"] = _moved(memory["d theta"], new.theta, old.theta, share)
-            memory["d hyper"] = _moved(memory["d hyper"], here.grads, there.grads, 1.0)
+            memory["d theta"] = trees.add(memory["d theta"], trees.subtract(new.theta, old.theta), alpha=share)
+            memory["d hyper"] = trees.add(memory["d hyper"], trees.subtract(here.grads, there.grads))
             state.inner.step(memory["d theta"])
         return state.finish(here.outer_loss, direction, new.value, status=here.status)
-
-
-def _moved(direction: trees.Tree, new: trees.Tree, old: trees.Tree, share: float) -> trees.Tree:
-    return trees.add(direction, trees.add(new, old, alpha=-1.0), alpha=share)

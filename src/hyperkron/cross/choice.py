@@ -411,4 +411,4 @@ def _computed(point: Point, v: Tree, way: Way) -> Weighted:
 def _distance(found: Tree, wanted: Tree) -> float:
     """‖found − wanted‖ / ‖wanted‖; 0 where ``wanted`` is zero."""
     size = float(trees.norm(wanted))
-    return float(trees.norm(trees.add(found, wanted, alpha=-1.0))) / size if size > 0 else 0.0
+    return float(trees.norm(trees.subtract(found, wanted))) / size if size > 0 else 0.0

@@ -87,7 +87,7 @@ def with_motion(point: Point, v: Tree, radius: float, form: str) -> str:
     """
     up, down = sides(point, v, step_of(v, radius), False, partial(Read.of, form, point))
     slopes, others = _slopes(point, up), _slopes(point, down)
-    gap, size = trees.norm(trees.add(slopes, others, alpha=-1.0)), trees.norm(slopes)
+    gap, size = trees.norm(trees.subtract(slopes, others)), trees.norm(slopes)
     still = _same(up, down) and float(gap) <= 10 * torch.finfo(size.dtype).eps * float(size)
     return form if point.problem.group.all(still) else f"{form}m"
 
@@ -216,7 +216,7 @@ def _adds_up(point: Point, loss: Loss) -> bool:
             parts.append(alpha * trees.norm({"": p}).square() if is_sharded(p) else (alpha * p.square()).sum())
     values = loss.value, sum(parts[1:], parts[0])
     actual, expected = (gradient_tree(x, point.hypers, retain_graph=True) for x in values)
-    size, gap = float(trees.norm(actual)), float(trees.norm(trees.add(actual, expected, alpha=-1.0)))
+    size, gap = float(trees.norm(actual)), float(trees.norm(trees.subtract(actual, expected)))
     return gap <= {torch.float64: 1e-9, torch.float32: 1e-3}.get(point.dtype, 0.03) * size
 
 

@@ -283,19 +283,17 @@ class Point:
     def moved(self, displaced: Tree) -> Iterator[None]:
         """Replace θ by ``displaced``, detached, inside the block: autograd records no graph through θ.
 
-        The memory of the parameters is not written; inside the block they point to other memory.
+        The memory of the parameters is not written (:func:`placed`).
         """
-        own = {name: _memory(p) for name, p in self.params.items()}
         self._theta_moved = True
         try:
-            for name, p in self.params.items():
+            for p in self.params.values():
                 p.requires_grad_(False)
-                _look_at(p, _memory(displaced[name]))
-            yield
+            with placed(self.params, displaced):
+                yield
         finally:
             self._theta_moved = False
-            for name, p in self.params.items():
-                _look_at(p, own[name])
+            for p in self.params.values():
                 p.requires_grad_(True)
 
     def _tensors(self, given: str = "", batch: Any = None) -> Iterator[tuple[str, Tensor]]:
@@ -313,6 +311,21 @@ class Point:
     def culprits(self, given: str = "", batch: Any = None) -> str:
         """Describes tensors that are empty, not finite or extreme, with a remedy; an empty string if there are none."""
         return culprits(self._tensors(given, batch))
+
+
+@contextmanager
+def placed(params: Tree, values: Tree) -> Iterator[None]:
+    """Inside the block ``params`` have the values ``values``; their own memory is not written."""
+    own = {name: _memory(p) for name, p in params.items()}
+    try:
+        for name, p in params.items():
+            _look_at(p, _memory(values[name]))
+        torch.clear_autocast_cache()  # it may hold casts of the other values
+        yield
+    finally:
+        for name, p in params.items():
+            _look_at(p, own[name])
+        torch.clear_autocast_cache()
 
 
 def _size(batch: Any) -> int:

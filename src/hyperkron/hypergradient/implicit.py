@@ -268,7 +268,7 @@ class Implicit(Hypergradient):
         crossed = self.cross.term(point, v, operator, state.cross)
         rounded = trees.cast(v, point.params)
         solution = solution.then(lambda found: dataclasses.replace(found, value=rounded))
-        grads = trees.add(direct, crossed, alpha=-1.0)
+        grads = trees.subtract(direct, crossed)
         point.finite("hypergradient", trees.norm(grads), "raise damping, or look for extreme values in the batches")
         return Answer(point.execution.later(value), grads, solution, point.notes)
 

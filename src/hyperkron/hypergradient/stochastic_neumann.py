@@ -92,7 +92,7 @@ class StochasticNeumann(Hypergradient):
         with Point(problem, model, hyper, batches[0], outer_batch) as point:
             value, b, direct = outer_gradients(point)
             v, products = self._inverse(point, b, batches[1:])
-            grads = trees.add(direct, reverse(point, v), alpha=-1.0)
+            grads = trees.subtract(direct, reverse(point, v))
             point.finite("hypergradient", trees.norm(grads), f"lower step={self.step}, which must be below 2/λmax")
         solution = Solution(v, Status.BUDGET, products, products)
         return HypergradientResult(grads, Status.BUDGET, float(value), solution, {"products": products})

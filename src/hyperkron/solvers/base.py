@@ -44,7 +44,7 @@ class LinearSystem:
         """r₀ = b − Av₀, and the products spent on it."""
         if self.start is None:
             return self.b, 0
-        return trees.add(self.b, self.operator.matvec(self.start), alpha=-1.0), 1
+        return trees.subtract(self.b, self.operator.matvec(self.start)), 1
 
     def preconditioned(self, r: Tree) -> Tree:
         """z = M⁻¹r; r itself without a preconditioner."""

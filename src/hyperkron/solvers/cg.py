@@ -100,7 +100,7 @@ class CG(Solver):
             return Solution(v, status, iterations, products, residual)
         if facts.rz <= 0.0:  # the preconditioner is at fault
             return Solution(trees.map(torch.clone, b), status, 0, products)
-        (left,) = read(trees.norm(trees.add(b, product, alpha=-1.0)))
+        (left,) = read(trees.norm(trees.subtract(b, product)))
         return Solution(trees.map(torch.clone, p), status, 0, products, finite_or_none(left / size))
 
     def solve_stacked(self, operator: Operator, b: Tree, *, preconditioner: Invertible | None = None) -> Solution:

@@ -57,7 +57,7 @@ def recorded_cg(
         v = trees.where(outcome.running & usable, v_next, v)
         residual = torch.where(usable, left, residual)
         if done == 0 and start is None:  # a bad first direction is the value, or b if the preconditioner is bad
-            (left,) = _numbers(trees.norm(trees.add(b, product, alpha=-1.0)))
+            (left,) = _numbers(trees.norm(trees.subtract(b, product)))
             stuck = status == NONPOSITIVE
             v = trees.where(stuck, trees.where(nonpositive, b, p), v)
             residual = torch.where(stuck, torch.where(nonpositive, math.nan, left / size), residual)
