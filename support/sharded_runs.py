@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import hyperkron as hk
 from hyperkron.collectives import Group
 from hyperkron.hypergradient import Hypergradient
-from hyperkron.sharding import is_sharded, local, whole
+from hyperkron.sharding import is_sharded, local
 from transformer import EncoderLayer
 
 EXAMPLES, TOKENS, WORDS, CLASSES = 12, 4, 7, 3
@@ -57,6 +57,11 @@ def outer(model: nn.Module, hyper: Any, batch: Any) -> hk.losses.Loss:
 
 
 PROBLEM = hk.BilevelProblem(inner, outer)
+
+
+def whole(x: Any) -> Tensor:
+    """All rows, detached, on every process; ``x`` itself where it is not divided."""
+    return x.detach().full_tensor() if is_sharded(x) else torch.as_tensor(x)
 
 
 def network(dtype: torch.dtype = torch.float64, layers: int = 1) -> nn.Module:

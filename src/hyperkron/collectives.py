@@ -266,12 +266,12 @@ def triangle(matrices: Tensor) -> Tensor:
     return matrices[..., _below(matrices)]
 
 
-def filled(triangles: Tensor, like: Tensor) -> Tensor:
+def from_triangle(triangles: Tensor, like: Tensor) -> Tensor:
     """The symmetric matrices, shaped as ``like``, of which these are the :func:`triangle`.
 
     Example:
         >>> matrix = torch.tensor([[2.0, 1.0], [1.0, 3.0]])
-        >>> bool((filled(triangle(matrix), matrix) == matrix).all())
+        >>> bool((from_triangle(triangle(matrix), matrix) == matrix).all())
         True
     """
     found = torch.zeros_like(like)

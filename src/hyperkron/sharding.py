@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
@@ -18,6 +17,7 @@ def is_sharded(x: Any) -> bool:
     """Whether ``x`` is divided among processes.
 
     Example:
+        >>> import torch
         >>> is_sharded(torch.ones(2))
         False
     """
@@ -65,14 +65,6 @@ def over_processes(number: Tensor, like: Any, how: Any = dist.ReduceOp.SUM) -> T
     number = number.detach().clone()
     dist.all_reduce(number, how, group=like._spec.mesh.get_group())
     return number
-
-
-def whole(x: Any) -> Tensor:
-    """All rows, detached, on every process; ``x`` itself where it is not divided."""
-    if not is_sharded(x):
-        return torch.as_tensor(x)
-    found: Tensor = x.detach().full_tensor()
-    return found
 
 
 def divided(x: Tensor, like: Any) -> Tensor:

@@ -183,12 +183,12 @@ def where(condition: Tensor, a: Tree, b: Tree) -> Tree:
     return dict(zip(a, _each(chosen, left, right), strict=True))
 
 
-def filled(like: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor]:
+def filled(like: Tree, gradients: Sequence[Tensor | None]) -> Tree:
     """Gradients of ``like`` as autograd gives them, made dense and contiguous; zero where there is none."""
-    return [
-        torch.zeros_like(p) if g is None else g.to_dense() if g.is_sparse else g.contiguous()
-        for p, g in zip(like, gradients, strict=True)
-    ]
+    return {
+        name: torch.zeros_like(p) if g is None else g.to_dense() if g.is_sparse else g.contiguous()
+        for (name, p), g in zip(like.items(), gradients, strict=True)
+    }
 
 
 def largest(a: Tree) -> Tensor:

@@ -23,7 +23,6 @@ from hyperkron.collectives import Group
 from hyperkron.curvature.kfac.coverage import plan
 from hyperkron.curvature.kfac.owners import Owners
 from hyperkron.sharded_functions import divided_over, squared_norms, taken
-from hyperkron.sharding import whole
 from hyperkron.training.divided import write_rows
 from hyperkron.training.encoding import CheckpointError
 
@@ -251,7 +250,7 @@ def test_a_function_without_a_gradient_stops_that_of_divided_tensors(tmp_path: P
         x = nn.Parameter(divided_over(group, torch.ones(6), 6))
         for made in (taken(group, x, torch.tensor([0, 2])), squared_norms([x])):
             (found,) = torch.autograd.grad(Stopped.apply(made).sum(), x)
-            assert float(whole(found).abs().sum()) == 0
+            assert float(sharded_runs.whole(found).abs().sum()) == 0
     finally:
         dist.destroy_process_group()
 

@@ -115,9 +115,9 @@ def gradients(
         found = torch.autograd.grad(value, wanted, allow_unused=True)
         if scaler is not None:
             found = tuple(g if g is None else g / scaler.get_scale() for g in found)
-    filled = trees.filled(wanted, found)
-    by_hyper = dict(zip(state.hypers, filled[len(state.params) :], strict=True)) if hyper else {}
-    return Gradients(loss.value.detach(), dict(zip(state.params, filled, strict=False)), by_hyper)
+    count = len(state.params)
+    by_hyper = trees.filled(state.hypers, found[count:]) if hyper else {}
+    return Gradients(loss.value.detach(), trees.filled(state.params, found[:count]), by_hyper)
 
 
 def descend(state: State, batches: BatchSources, steps: int) -> Tensor | None:

@@ -152,7 +152,7 @@ class _Search:
         if form and self.mode != "forward":
             unmoved = half(point) or (coarse and self.mode == "auto")  # the ways that will be tried do not move θ
             moves = unmoved or before.form == f"{form}m"  # weights that moved once are expected to move again
-            form = f"{form}m" if moves else self._with_motion(form)
+            form = f"{form}m" if moves else weighting.with_motion(point, self.v, self.radii()[0], form)
         if self.mode == "forward":
             return self._forward(loss, form)
         if self.mode == "difference" and not half(point):
@@ -163,16 +163,6 @@ class _Search:
             return self._cheapest(loss, self._weighted_ways(form, before, coarse))
         del loss  # frees its graph
         return self._exact_if_possible()
-
-    def _with_motion(self, form: str) -> str:
-        """:func:`~hyperkron.cross.weighting.with_motion`; empty if the loss fails or changes when θ requires no
-        gradient, as with penalties on parameters that require one."""
-        try:
-            return weighting.with_motion(self.point, self.v, self.radii()[0], form)
-        except torch.OutOfMemoryError:
-            raise
-        except (HyperkronError, RuntimeError):
-            return ""
 
     # --- auto ------------------------------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ from hyperkron.evaluation.differentiation import gradient_tree, graph_nodes
 from hyperkron.evaluation.point import Point
 from hyperkron.losses import Loss
 from hyperkron.sharding import is_sharded
+from hyperkron.solution import HyperkronError
 from hyperkron.trees import Tree
 
 Factors = tuple[Tensor | float, ...]
@@ -83,10 +84,16 @@ def with_motion(point: Point, v: Tree, radius: float, form: str) -> str:
     """``form``, with ``m`` added if weights move with θ, as functions of θ with stopped gradients do.
 
     Their derivatives in λ count too: a network whose last layer is zero gives every example the same weight, but the
-    derivative in that layer depends on its inputs.
+    derivative in that layer depends on its inputs. Empty if the loss fails or changes when θ requires no gradient, as
+    with penalties on parameters that require one.
     """
-    up, down = sides(point, v, step_of(v, radius), False, partial(Read.of, form, point))
-    slopes, others = _slopes(point, up), _slopes(point, down)
+    try:
+        up, down = sides(point, v, step_of(v, radius), False, partial(Read.of, form, point))
+        slopes, others = _slopes(point, up), _slopes(point, down)
+    except torch.OutOfMemoryError:
+        raise
+    except (HyperkronError, RuntimeError):
+        return ""
     gap, size = trees.norm(trees.subtract(slopes, others)), trees.norm(slopes)
     still = _same(up, down) and float(gap) <= 10 * torch.finfo(size.dtype).eps * float(size)
     return form if point.problem.group.all(still) else f"{form}m"

@@ -28,7 +28,7 @@ class UndifferentiableError(HyperkronError):
 def gradient_tree(value: Tensor, variables: Tree, *, retain_graph: bool = False) -> Tree:
     """∂value/∂x for each of ``variables``; zero where ``value`` does not depend on it."""
     found = torch.autograd.grad(value, list(variables.values()), allow_unused=True, retain_graph=retain_graph)
-    return dict(zip(variables, trees.filled(list(variables.values()), found), strict=True))
+    return trees.filled(variables, found)
 
 
 def gradients_of(

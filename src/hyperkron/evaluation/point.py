@@ -62,7 +62,7 @@ class Point:
         keeps: whether a curvature measured in parts may keep gradients of single examples, which saves passes.
         kept: where the curvature stores the gradients of the loss, if the caller asks for them.
         consumes_vectors: whether a recorded pass may free the vectors it is given, to save memory.
-        looks: whether to look for parameters of others in the graph of the next inner loss.
+        warns_of_strangers: whether to look for parameters of others in the graph of the next inner loss.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Point:
         self.params, self.hypers = variables or (trainable(model, "model"), trainable(hyper, "hyper"))
         self.device, self.dtype = _common_place(self.params, self.hypers)
         self.notes: dict[str, str] = {}
-        self.keeps = self.consumes_vectors = self.looks = False
+        self.keeps = self.consumes_vectors = self.warns_of_strangers = False
         self.kept: Any = None
         self.execution = Execution(self.device, recorded=recording)
         self.plain, self.met_autocast = plain or problem.autocast is False, False
@@ -191,8 +191,8 @@ class Point:
         remedy = f"look for nan, inf or extreme values in {given}, in hyper and in the model's parameters"
         seen = None if self.execution.queued else batch  # a check that waits must not keep the batch
         self.finite(f"{called} loss{place}" if called == level else called, loss.value, remedy, given, seen)
-        if self.looks and level == "inner" and loss.value.requires_grad and not self.problem.divided:
-            self.looks = False
+        if self.warns_of_strangers and level == "inner" and loss.value.requires_grad and not self.problem.divided:
+            self.warns_of_strangers = False
             warn_of_strangers(loss.value, params or self.params, self.hypers)
         return loss
 

@@ -204,7 +204,7 @@ class Implicit(Hypergradient):
             answer = self._replays.step(Request(self._answer, problem, model, hyper, batches, self.curvature, *states))
         if answer is None:
             with make_point(plain=plain, passes=self._replays.passes if recorded else None) as point:
-                point.looks = self.state.calls == 0
+                point.warns_of_strangers = self.state.calls == 0
                 answer = self._answer(point, start)
             if recorded:
                 self._replays.after_eager_step(point)
@@ -372,11 +372,9 @@ def outer_gradients(point: Point) -> tuple[Tensor, Tree, Tree]:
     if not loss.value.requires_grad:
         raise independent("outer")
     found = torch.autograd.grad(loss.value, wanted, allow_unused=True)
-    filled = trees.filled(wanted, found)
     count = len(point.params)
     if all(g is None for g in found[:count]):
         raise independent("outer")
-    b = dict(zip(point.params, filled[:count], strict=True))
-    direct = dict(zip(point.hypers, filled[count:], strict=True))
+    b, direct = trees.filled(point.params, found[:count]), trees.filled(point.hypers, found[count:])
     point.finite("∂θ J_out", trees.norm(b), "look for overflow in the model or its loss")
     return loss.value.detach(), b, direct

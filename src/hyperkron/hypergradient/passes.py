@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hyperkron.batch_tensors import map_tensors
+from hyperkron.batch_tensors import map_tensors, shapes_of
 from hyperkron.evaluation.passes import Pass, Passes
 from hyperkron.evaluation.point import Point
 from hyperkron.hypergradient.recordings import Recordings, Request
@@ -89,12 +89,13 @@ class RecordedPasses(Recordings):
     def _run(self, point: Point, wanted: Pass[Any]) -> Any:
         """Replay a pass, or run it eagerly and remember to record it after the step."""
         recorded = self._recorded.get(wanted.name)
-        if recorded is not None and recorded.key == wanted.key() and _alike(recorded.given, wanted.given):
+        alike = recorded is not None and shapes_of(recorded.given) == shapes_of(wanted.given)
+        if recorded is not None and alike and recorded.key == wanted.key():
             self._served += 1
             return recorded.replay(point, wanted.given)
         found = wanted.work(point, wanted.given)
-        shapes = {name: _shape(x) for name, x in wanted.given.items()}
-        self._to_record[wanted.name] = dataclasses.replace(wanted, given=shapes)
+        empty = {name: x.new_empty(x.shape, device="meta") for name, x in wanted.given.items()}
+        self._to_record[wanted.name] = dataclasses.replace(wanted, given=empty)
         return found
 
     def after_eager_step(self, point: Point) -> None:
@@ -173,13 +174,3 @@ def _run(one: Pass[Any], point: Point, given: dict[str, Tensor]) -> Any:
     """The results of a pass, with cast weights recomputed: less memory, but slow unless it is recorded."""
     with recast_in_backward(point.params.values()):
         return one.work(point, given)
-
-
-def _shape(x: Tensor) -> Tensor:
-    """A tensor of the same shape and dtype without memory."""
-    return torch.empty(x.shape, dtype=x.dtype, device="meta")
-
-
-def _alike(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    """Whether two trees have the same names, shapes and dtypes."""
-    return a.keys() == b.keys() and all(x.shape == b[name].shape and x.dtype == b[name].dtype for name, x in a.items())

@@ -138,8 +138,13 @@ class Replays(Recordings):
                 generator.set_state(before)
             _restore(states)
             with copies.active(), wanted.recording_point(batches, copies) as point:
+
+                def work() -> tuple[Tensor, Answer]:
+                    answer = wanted.work(point, start)
+                    return point.execution.unread(), answer
+
                 recording = Recording(
-                    lambda: _recorded(point, wanted.work(point, start)),
+                    work,
                     generators=[*generators, *copies.copies],
                     pool=self._steps[True].recording.pool if True in self._steps else None,
                 )
@@ -171,11 +176,6 @@ class Replays(Recordings):
         wanted.cross.calls += 1
         state.replayed(step.made)
         return answer
-
-
-def _recorded(point: Point, answer: Answer) -> tuple[Tensor, Answer]:
-    """The values to read after a replay, and its results."""
-    return point.execution.unread(), answer
 
 
 def _restore(states: list[tuple[Any, Any]]) -> None:

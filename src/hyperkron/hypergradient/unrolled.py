@@ -102,7 +102,7 @@ class Unrolled(Hypergradient):
     ) -> HypergradientResult:
         """dΦ_T/dλ by parameter name of ``hyper``; model, hyper and random states are left as they were."""
         with Point(problem, model, hyper, inner_batch, outer_batch) as point:
-            point.looks = True
+            point.warns_of_strangers = True
             sweep = _Sweep(self, point)
             outer_loss, grads = sweep.hypergradient()
         stats: dict[str, float | int | str] = {

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -43,7 +44,20 @@ class LayoutError(RuntimeError):
     """A model does not work in channels-last layout; the next evaluation does not change the layout."""
 
 
-class Kernels(TorchFunctionMode):
+class Replaced(TorchFunctionMode):
+    """Inside the block, functions of torch are replaced by others."""
+
+    def __init__(self, functions: dict[Any, Callable[..., Any]]) -> None:
+        super().__init__()
+        self.functions = functions
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self.functions.get(func, func)(*args, **(kwargs or {}))
+
+
+class Kernels(Replaced):
     """Replaces torch's functions by those above where that saves time, or ``always``.
 
     ``second_order``: the result will be differentiated twice, or carries tangents. ``channels_last``: convolutions may
@@ -51,19 +65,10 @@ class Kernels(TorchFunctionMode):
     """
 
     def __init__(self, *, second_order: bool, channels_last: bool, always: bool) -> None:
-        super().__init__()
+        norms = {F.batch_norm: batch_norm} if second_order else {}
+        super().__init__({**{func: partial(self._convolution, func) for func in _CONVOLUTIONS}, **norms})
         self.second_order, self.channels_last, self.always = second_order, channels_last, always
         self.converted = False
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _CONVOLUTIONS:
-            return self._convolution(func, *args, **kwargs)
-        if self.second_order and func is F.batch_norm:
-            return batch_norm(*args, **kwargs)
-        return func(*args, **kwargs)
 
     def _convolution(
         self,
@@ -95,18 +100,8 @@ class Kernels(TorchFunctionMode):
         return convolution(input, weight, bias, (steps, pads, gaps, groups))
 
 
-class PlainWeightNorm(TorchFunctionMode):
-    """v · g/‖v‖ by elementary operations: torch's fused kernel treats ‖v‖ as a constant in its second derivative."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch._weight_norm:
-            return _weight_norm(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """v · g/‖v‖ by elementary operations: torch's fused kernel treats ‖v‖ as a constant in its second derivative."""
     return v * (g / torch.norm_except_dim(v, 2, dim))
 
 
@@ -170,14 +165,14 @@ def _conditions(device: torch.device, size: int) -> Hashable:
 @contextmanager
 def twice_differentiable(*modules: nn.Module) -> Iterator[None]:
     """Inside the block, attention and weight norm of ``modules`` have correct second derivatives and forward mode."""
-    normalised = any(map(_has_weight_norm, modules))
-    with _attention(False, True, False, False, False), PlainWeightNorm() if normalised else nullcontext():
+    norms = Replaced({torch._weight_norm: _weight_norm}) if any(map(_has_weight_norm, modules)) else nullcontext()
+    with _attention(False, True, False, False, False), norms:
         yield
 
 
 def same_kernels() -> Callable[[], AbstractContextManager[None]]:
     """A function that returns a context with the kernels in use now, to recompute something later."""
-    chosen, flags = (Kernels, PlainWeightNorm, WithoutAutocast), _attention_flags()
+    chosen, flags = (Replaced, WithoutAutocast), _attention_flags()
     modes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, chosen)]
 
     @contextmanager

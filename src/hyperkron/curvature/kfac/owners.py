@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from hyperkron.collectives import Group, balanced, filled, triangle
+from hyperkron.collectives import Group, balanced, from_triangle, triangle
 from hyperkron.curvature.kfac.coverage import Block, Plan
 from hyperkron.sharding import is_sharded, local, own_rows
 from hyperkron.solution import FactorizationError, HyperkronError, NonFiniteError, Status
@@ -73,7 +73,7 @@ class Owners:
             sums = pending()
             if sums is None or not symmetric:
                 return sums
-            return [filled(x, like) for x, like in zip(sums, likes, strict=True)]
+            return [from_triangle(x, like) for x, like in zip(sums, likes, strict=True)]
 
         return found
 
