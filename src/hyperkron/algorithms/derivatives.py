@@ -56,7 +56,8 @@ class FormulaParts:
     def map(self, f: Callable[[str, Tree, str], Tree]) -> FormulaParts:
         """``f(name, piece, level)`` in place of every piece, which is one of the ``inner`` or the ``outer`` loss."""
         levels = {"inner": "inner", "product": "inner", "crossed": "inner", "b": "outer", "direct": "outer"}
-        return replace(self, **{name: f(name, getattr(self, name), level) for name, level in levels.items()})
+        pieces: dict[str, Any] = {name: f(name, getattr(self, name), level) for name, level in levels.items()}
+        return replace(self, **pieces)
 
 
 @contextmanager
