@@ -42,6 +42,7 @@ class Program:
         judge: the verdict of the recorded runs.
         rule: by which it judges.
         spent: GPU minutes of the recorded runs that were made for it; ``None`` where they are those of figure 2.
+        also: what else the command has to be called with.
     """
 
     name: str
@@ -54,11 +55,12 @@ class Program:
     judge: Callable[[], Judgement]
     rule: str
     spent: Callable[[], float] | None = None
+    also: str = ""
 
     @property
     def command(self) -> str:
         """That makes its runs, or continues them."""
-        return f"python -m {self.main.__module__} {shlex.join(self.arguments)} --device cuda --workers 8"
+        return f"python -m {self.main.__module__} {shlex.join(self.arguments)} --device cuda --workers 8{self.also}"
 
     def try_out(self, folder: str | Path) -> str:
         """Run everything for seconds on made-up data, and say what happened."""
@@ -119,6 +121,7 @@ def _resnet() -> list[Program]:
             lambda: resnet_batches.verdict(resnet_batches.by_size()),
             _rule(resnet_batches.verdict),
             lambda: _images(size for size in resnet_batches.SIZES if size not in (usual, LARGE)),
+            also=f" (and with --batch {', '.join(str(size) for size in resnet_batches.SIZES if size != 1250)})",
         ),
         made("ekfac-resnet", taus, "Table 2", ("AID-KFAC", *SHARED), None),
     ]
