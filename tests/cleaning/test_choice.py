@@ -119,6 +119,8 @@ def test_the_spread_of_the_noise_is_that_of_the_views() -> None:
     assert found.high - 0.5 == pytest.approx(1.96 * math.sqrt(0.35**2 / 4 + RATE_ERROR**2))
     assert str(found).endswith("Only 58% of them stay the same with another seed and other trusted rows.")
     assert noise_of(torch.zeros(3), [torch.zeros(3)], 0.5).stable == 1.0  # no suspects at all
+    none = noise_of(torch.zeros(3), [torch.ones(3)], 0.5)
+    assert none.stable == 0.0 and str(none).endswith("0 rows are marked as suspects.")
 
 
 def test_a_single_suspect_is_one_row() -> None:

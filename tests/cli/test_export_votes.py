@@ -77,7 +77,7 @@ def test_a_suspect_whose_label_is_still_the_most_likely_is_not_counted_as_relabe
     (RUN / "rows.csv").write_text(rows.replace("1,dog,dog,0.1,0.9,false", "1,dog,dog,0.6,0.4,true"))
     assert main(["export", "runs/mine", "--relabel", "suspects", "-o", "new.csv"]) == 0
     err = capsys.readouterr().err
-    assert "1 of the suspects keeps its label" in err and "3 rows written; 1 relabelled." in err
+    assert "1 suspect keeps its label: in doubt, but no other label" in err and "3 rows written; 1 relabelled." in err
     assert labels("new.csv") == ["cat", "dog", "dog"]
 
 

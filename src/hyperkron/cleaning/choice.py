@@ -155,7 +155,7 @@ class Noise:
             f"About {self.rate:.0%} of the {self.rows} labels look wrong ({self.low:.0%} to {self.high:.0%}); "
             f"{_marked(self.suspects)}."
         )
-        if self.stable < STABLE:
+        if self.suspects and self.stable < STABLE:
             told += f" Only {self.stable:.0%} of them stay the same with another seed and other trusted rows."
         return told
 

@@ -64,8 +64,8 @@ def export(options: Any, given: list[str]) -> int:
     dropped = {row.row for row in open_suspects} if options.drop else set()
     new = {row.row: row.suggested for row in open_suspects if row.suggested != row.given} if options.relabel else {}
     if options.relabel and (same := len(open_suspects) - len(new)):
-        kept = "keeps its label" if same == 1 else "keep their labels"
-        notes.append(f"{same} of the suspects {kept}: it is in doubt, but no other one is more likely.")
+        kept = "suspect keeps its label" if same == 1 else "suspects keep their labels"
+        notes.append(f"{same} {kept}: in doubt, but no other label is more likely.")
     new |= {row.row: decided[row.row] for row in rows if decided.get(row.row, row.given) != row.given}
     keep = [row.row for row in rows if row.row not in dropped]
     voted = _voted(rows, reading, relabel=bool(options.relabel or options.decisions))

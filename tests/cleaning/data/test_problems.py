@@ -198,6 +198,8 @@ def test_refused(tmp_path: Path, problem: str) -> None:
         ("a.jsonl", "[" * 100_000, ["line 1", "is not JSON"]),
         ("a.jsonl", '{"text": ["a"], "label": 1}\n{"text": "b", "label": 2}\n', ["text='text'", "holds lists"]),
         ("a.jsonl", '{"text": "a", "label": [1]}\n{"text": "b", "label": 2}\n', ["label='label'", "holds a list"]),
+        ("a.csv", "text,label\na,1\nb\nc,2\n", ["but 1 row has another number of fields: line 3 has 1"]),
+        ("a.csv", "text,label\na\nb\nc,2\n", ["but 2 rows have another number of fields: line 2 has 1, line 3"]),
         ("a.json", '{"a": 1}', ["is not a list of JSON objects", "WRENCH"]),
         ("a.parquet", "PAR1 no", ["is not a readable Parquet"]),
         ("a.npz", "PK no", ["is not a readable .npz"]),

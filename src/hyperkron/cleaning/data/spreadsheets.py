@@ -106,9 +106,10 @@ def _open(path: Path, options: ReadOptions, *, texts: bool = False) -> _File:
             if len(fields) != len(header):
                 ragged.append(f"line {line} has {len(fields)}")
     if ragged:
+        rows_have = "1 row has" if len(ragged) == 1 else f"{len(ragged)} rows have"
         raise HyperkronError(
-            f"{bounds.name} has {len(header)} columns but {len(ragged)} rows have another number of fields: "
-            f"{listing(ragged)}. Put quotes around fields that contain {delimiter!r}, or complete the rows."
+            f"{bounds.name} has {len(header)} columns but {rows_have} another number of fields: {listing(ragged)}. Put "
+            f"quotes around fields that contain {delimiter!r}, or complete the rows."
         )
     return _File(before, header, head, rows, delimiter)
 
