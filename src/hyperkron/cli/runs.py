@@ -201,8 +201,9 @@ def predict(options: Any, given: list[str]) -> int:
         if as_lines:
             text = "".join(json.dumps(line) + "\n" for line in lines)
         else:
-            header = ["row", *found.ids, "label", "probability", *(f"p({name})" for name in result.classes)]
-            text = csv_table(header, map(_fields, lines), options.formulas, "the file of predictions")
+            own = ["label", "probability", *(f"p({name})" for name in result.classes)]
+            ids = [f"id {name}" if name in ("row", *own) else name for name in found.ids]  # as in rows.csv
+            text = csv_table(["row", *ids, *own], map(_fields, lines), options.formulas, "the file of predictions")
     notes = [as_options(message) for message in (*found.messages, *(str(w.message) for w in caught))]
     for note in notes:
         say(f"warning: {note}")
