@@ -61,12 +61,18 @@ class FunctionSource(Source):
 
     def next(self) -> Any:
         try:
-            return self.function()
+            batch = self.function()
         except StopIteration as end:
             raise HyperkronError(
                 f"{getattr(self.function, '__name__', 'the function')} has no more batches (StopIteration), but a run "
                 "may need any number; begin again there, or pass the loader itself."
             ) from end
+        if isinstance(batch, Iterator):
+            raise HyperkronError(
+                f"{getattr(self.function, '__name__', 'the function')} returned a {type(batch).__name__}, an iterator "
+                "over batches, but it is called for every batch; pass an object whose __iter__ is that function."
+            )
+        return batch
 
 
 class Loader(Source):
@@ -242,7 +248,7 @@ def as_source(data: Any, argument: str = "data") -> Source:
             "hyperkron.algorithms.Fixed(batch)) for one batch, a DataLoader or "
             "hyperkron.algorithms.Examples(...) for many."
         )
-    if isinstance(data, Iterable) and not isinstance(data, Iterator):
+    if isinstance(data, Iterable) and not (isinstance(data, (Iterator, str)) or hasattr(data, "shape")):
         return Loader(data)
     if callable(data):
         return FunctionSource(data)

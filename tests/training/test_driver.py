@@ -161,6 +161,17 @@ def forget(run: hk.Run) -> None:
     run.state.model.eval()
 
 
+def train_another(run: hk.Run) -> None:
+    problem = hk.BilevelProblem(lambda m, h, x: hk.losses.mse(m(x), x))
+    hk.fit(problem, nn.Linear(1, 1), None, InnerOnly(), torch.ones(1, 1), steps=1)  # seeds everything with 0
+
+
+def test_an_evaluation_that_draws_or_seeds_does_not_change_the_training() -> None:
+    functions = (lambda run: None, lambda run: {"draw": float(torch.rand(()))}, train_another)
+    runs = [start(4, drop=0.5, callbacks=[Evaluate(f, every=1)]) for f in functions]
+    assert all(torch.equal(theta(runs[0]), theta(run)) for run in runs[1:])
+
+
 def test_a_run_that_stopped_early_stays_stopped_when_it_is_resumed(tmp_path: Path) -> None:
     def make() -> hk.Run:
         stop = EarlyStopping(patience=2, margin=1e9)

@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given
@@ -191,8 +192,11 @@ def test_loaders_functions_and_batches_are_data() -> None:
 def test_an_exhausted_or_empty_loader_is_named() -> None:
     with pytest.raises(hk.HyperkronError, match="iterated again"):
         prepare(1, data=(DataLoader([], batch_size=1), PROBLEM.data()[1]))
-    with pytest.raises(hk.HyperkronError, match="inner_data is a"):
-        prepare(1, data=(iter([1]), None))
+    for data in (iter([1]), numpy.ones((6, 3)), "train.csv"):
+        with pytest.raises(hk.HyperkronError, match="inner_data is a"):
+            prepare(1, data=(data, None))
+    with pytest.raises(hk.HyperkronError, match=r"<lambda> returned a generator.*__iter__ is that function"):
+        prepare(1, data=(lambda: (PROBLEM.data()[0] for _ in range(3)), PROBLEM.data()[1]))
 
 
 @pytest.mark.parametrize("used", [False, True], ids=["new loader", "used loader"])

@@ -157,11 +157,26 @@ def test_a_changed_model_is_refused_and_leaves_the_run_as_it_was(tmp_path: Path)
         hk.training.CheckpointError, match=r"model weight: float64 \[2, 3\] in the checkpoint, float32 \[2, 3\]"
     ):
         other.resume(tmp_path)
-    small = start("SAMA", steps=1)
+    small = quadratic(1, hk.AID(hk.kfac(1e-2)))
     before = digest(small.state_dict(), tmp_path)
     with pytest.raises(hk.training.CheckpointError, match="does not fit into this run"):
         small.resume(tmp_path, allow_changes=True)
     assert digest(small.state_dict(), tmp_path) == before
+
+
+@pytest.mark.parametrize("other", [hk.algorithms.SOBA(), hk.algorithms.SRBA(), hk.algorithms.F2SA(2)])
+def test_another_algorithm_cannot_continue_even_with_changes(tmp_path: Path, other: Any) -> None:
+    """It would lack its v, its directions and its second points, or take those of the other one for its own."""
+    quadratic(2).save(tmp_path)
+    run = quadratic(0, other)
+    with pytest.raises(hk.training.CheckpointError, match=f"run of AID, whose memory {type(other).__name__} cannot"):
+        run.resume(tmp_path, allow_changes=True)
+    assert run.state.step == 0
+    first = quadratic(0).resume(tmp_path)  # what the message says
+    again = hk.fit(
+        PROBLEM.problem(), first.state.model, first.state.hyper, hk.algorithms.SOBA(), *PROBLEM.data(), steps=2
+    )
+    assert again.state.step == 2
 
 
 def test_another_world_size_is_refused() -> None:

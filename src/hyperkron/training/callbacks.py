@@ -15,6 +15,7 @@ from hyperkron.training import checkpoint
 from hyperkron.training.callback import Callback
 from hyperkron.training.encoding import CheckpointError
 from hyperkron.training.history import Value
+from hyperkron.training.randomness import random_state, set_random_state
 from hyperkron.training.run import Run
 from hyperkron.validation import check_one_of, check_whole
 
@@ -24,7 +25,8 @@ class Evaluate(Callback):
 
     Args:
         function: takes the run, returns a dictionary of values or ``None``. Its names must not be those of
-            other values of the step. Modules that it leaves in another mode, as by ``model.eval()``, get theirs back.
+            other values of the step. Modules that it leaves in another mode, as by ``model.eval()``, get theirs back,
+            and the run continues with its own random numbers, whatever the function draws or seeds (another ``fit``).
         every: after every ``every`` steps.
         at: after these numbers of steps, such as ``(1, 10, 100)``.
         times: this many times at equal distances of the steps or seconds that the run is given, the last at its end.
@@ -60,9 +62,11 @@ class Evaluate(Callback):
 
     def _evaluate(self, run: Run, taken: Collection[str] = ()) -> dict[str, Value] | None:
         modes = {module: module.training for root in (run.state.model, run.state.hyper) for module in root.modules()}
+        random = random_state()
         try:
             found = self.function(run)
         finally:
+            set_random_state(random)
             for module, mode in modes.items():
                 module.training = mode
         if found is None:

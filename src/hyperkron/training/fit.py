@@ -70,7 +70,8 @@ def fit(
         clock: measures ``seconds``; ``time.process_time`` counts processor time instead of wall time.
         record_failure: if a step fails with a :class:`HyperkronError` (a divergence) or a failed factorisation, end the
             run and keep the error as ``run.failure`` instead of raising it, so that a sweep can continue.
-        seed: seed of torch, numpy and ``random``, set before the first step (default: 0); ``None`` sets none.
+        seed: seed of torch, numpy and ``random``, set before the first step (default: 0); ``None`` sets none. What has
+            a seed of its own keeps it: ``Examples``, the algorithm, and hypergradients such as ``hk.kfac(seed=1)``.
         resume: a checkpoint folder, usually that of a :class:`Checkpoint` callback. If it has an intact checkpoint, the
             run continues from the newest one; ``steps`` and ``seconds`` include what was already done.
         allow_changes: continue even if this run differs from the saved one; see :meth:`Run.resume`.

@@ -309,6 +309,12 @@ class Run:
                     "this run may hold parts of it: make it again, and take another checkpoint with step=."
                 ) from error
             return self
+        its = saved.about.config.get("algorithm")
+        if its != type(self.algorithm).__qualname__:
+            raise CheckpointError(
+                f"{saved.path} is of a run of {its}, whose memory {type(self.algorithm).__qualname__} cannot continue; "
+                f"resume it with {its} and no further steps, then call fit again with the same model and hyper."
+            )
         before = self.state_dict()
         try:
             self.load_state_dict(content, strict=False)
