@@ -131,9 +131,11 @@ class Loader(Source):
         held = {name: getattr(part, "generator", None) for name, part in self._parts().items()}
         return {name: found for name, found in held.items() if isinstance(found, torch.Generator)}
 
+    def _own_random(self) -> dict[str, Tensor]:
+        return {name: generator.get_state() for name, generator in self._generators().items()}
+
     def _random(self) -> dict[str, Tensor]:
-        own = {name: generator.get_state() for name, generator in self._generators().items()}
-        return {"global": torch.get_rng_state(), **own}
+        return {"global": torch.get_rng_state(), **self._own_random()}
 
     def _set_random(self, state: dict[str, Tensor]) -> None:
         torch.set_rng_state(state["global"])
@@ -142,7 +144,7 @@ class Loader(Source):
                 generator.set_state(state[name])
 
     def state_dict(self) -> dict[str, Any]:
-        state = {"epoch": self.epoch, "served": self.served, "random": dict(self._start)}
+        state = {"epoch": self.epoch, "served": self.served, "random": dict(self._start), "now": self._own_random()}
         return state if self._draws_seed else {**state, "draws_seed": False}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -158,8 +160,7 @@ class Loader(Source):
             torch.empty((), dtype=torch.int64).random_(generator=self._generators().get("own"))
         for _ in range(state["served"]):
             self.next()
-        after = self._random()
-        self._set_random({**after, "global": now["global"]})
+        self._set_random({"global": now["global"], **state.get("now", {})})  # another loader may share a generator
         self._start, self._draws_seed = dict(state["random"]), draws_seed
 
 

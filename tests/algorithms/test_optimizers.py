@@ -136,6 +136,31 @@ def test_a_run_under_autocast_is_that_of_objectives_under_autocast(algorithm: An
     assert torch.equal(*found)
 
 
+def test_what_first_order_methods_subtract_is_rounded_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """θ's own steps and those of second points run under autocast, and what moves λ does not."""
+    seen: dict[bool, set[bool]] = {True: set(), False: set()}
+    true = A.derivatives.gradients
+
+    def watched(state: Any, level: Any, batch: Any, *, hyper: bool = True, **options: Any) -> Any:
+        def inner(model: nn.Module, weights: nn.Module, given: Any) -> Any:
+            seen[hyper].add(torch.is_autocast_enabled("cpu"))
+            return plain.inner(model, weights, given)
+
+        plain = state.problem
+        state.problem = hk.BilevelProblem(inner, plain.outer)
+        try:
+            return true(state, level, batch, hyper=hyper, **options)
+        finally:
+            state.problem = plain
+
+    monkeypatch.setattr(A.derivatives, "gradients", watched)
+    for algorithm in (A.F2SA(2), A.BOME(2), A.PBGD(), A.ScaleBiO(), A.MEHA(), A.BVFSM(2), A.MRBO(), A.PZOBO(2, 2)):
+        model, weights = network()
+        updates = Updates(torch.optim.SGD(model.parameters(), lr=0.1), autocast=torch.bfloat16)
+        hk.fit(PLAIN, model, weights, algorithm, BATCH, BATCH, steps=2, inner_optimizer=updates)
+    assert seen == {True: {False}, False: {True}}
+
+
 def test_a_hypergradient_in_the_autocast_of_a_step_is_at_the_new_parameters() -> None:
     found = []
     for together in (True, False):

@@ -152,15 +152,17 @@ def test_autocast_is_let_be_after_an_error_without_it() -> None:
 
 
 @pytest.mark.parametrize("live", [False, True])
-def test_algorithms_of_gradients_do_without_autocast_but_for_steps_of_theta(live: bool) -> None:
+@pytest.mark.parametrize("hyper", [False, True])
+def test_algorithms_of_gradients_do_without_autocast_but_for_steps_of_theta(hyper: bool, live: bool) -> None:
+    """And of its second points, which are not live; with ``hyper`` a gradient moves λ."""
     model, x = models()["tokens"]
     batch, found = (x, torch.arange(32) % 4, torch.arange(32)), {}
     rounding = problem(True)
     plain = hk.BilevelProblem(rounding.inner, rounding.outer, autocast=False)
     for name, given in {"plain": plain, "float32": problem(False), "bfloat16": rounding}.items():
         state = hk.algorithms.BOME().init(given, model, hk.SampleWeights(32))
-        found[name] = gradients(state, "inner", batch, live=live).theta
-    same = "bfloat16" if live else "float32"
+        found[name] = gradients(state, "inner", batch, live=live, hyper=hyper).theta
+    same = "float32" if hyper else "bfloat16"
     assert all(torch.equal(found["plain"][name], found[same][name]) for name in found["plain"])
     assert not all(torch.equal(found["float32"][name], found["bfloat16"][name]) for name in found["plain"])
 

@@ -199,6 +199,24 @@ def test_an_exhausted_or_empty_loader_is_named() -> None:
         prepare(1, data=(lambda: (PROBLEM.data()[0] for _ in range(3)), PROBLEM.data()[1]))
 
 
+@pytest.mark.parametrize("served", [1, 2, 5])
+def test_loaders_that_share_a_generator_continue_with_the_same_batches(served: int) -> None:
+    def make() -> hk.algorithms.BatchSources:
+        generator, rows = torch.Generator().manual_seed(1), TensorDataset(torch.arange(9))
+        return hk.algorithms.BatchSources(
+            DataLoader(rows, 2, shuffle=True, generator=generator),
+            DataLoader(rows, 3, sampler=RandomSampler(rows, generator=generator)),
+        )
+
+    def take(count: int, batches: hk.algorithms.BatchSources) -> list[list[int]]:
+        return [batch[0].tolist() for _ in range(count) for batch in (batches.inner(), batches.outer())]
+
+    first, again = make(), make()
+    take(served, first)
+    again.load_state_dict(first.state_dict())
+    assert take(9, again) == take(9, first)
+
+
 @pytest.mark.parametrize("used", [False, True], ids=["new loader", "used loader"])
 @pytest.mark.parametrize("served", [1, 4, 7])
 def test_loaders_whose_workers_persist_continue_with_the_same_batches(used: bool, served: int) -> None:

@@ -95,23 +95,26 @@ def gradients(
 
     ``live`` is a real training step of θ, which advances buffers. Gradients are dense, also those of embeddings with
     ``sparse=True``, because algorithms add and multiply them.
+
+    Without ``hyper`` J_in is evaluated under the autocast of θ's optimizer, also at second points (unless there is a
+    scaler), so that what is subtracted is rounded alike. With ``hyper`` it never is.
     """
     function = state.problem.inner if level == "inner" else state.problem.outer
     wanted = [*state.params.values(), *(state.hypers.values() if hyper else ())]
-    kind, own_step = wanted[0].device.type, live and level == "inner"
+    kind, scaler = wanted[0].device.type, state.inner.scaler if live and level == "inner" else None
+    low = state.inner.autocast if level == "inner" and not hyper and (live or state.inner.scaler is None) else None
     with (
         nullcontext() if theta is None else placed(state.params, theta),
         nullcontext() if live else kept_buffers(state),
         torch.enable_grad(),
         differentiable_checkpoints(),
-        torch.autocast(kind, state.inner.autocast) if own_step and state.inner.autocast else nullcontext(),
+        torch.autocast(kind, low) if low else nullcontext(),
     ):
-        plain = state.problem.autocast is False and not live
+        plain = state.problem.autocast is False and (hyper or level == "outer")
         with WithoutAutocast(kind) if plain else nullcontext():
             loss = as_loss(function(state.model, state.hyper, batch))
         if not loss.value.requires_grad:
             raise HyperkronError(f"{level} returned a loss that depends on neither model nor hyper; do not detach it.")
-        scaler = state.inner.scaler if own_step else None
         value = loss.value if scaler is None else scaler.scale(loss.value)
         found = torch.autograd.grad(value, wanted, allow_unused=True)
         if scaler is not None:
