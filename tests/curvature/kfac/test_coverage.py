@@ -168,3 +168,12 @@ def test_freezing_and_unfreezing_between_calls_is_noticed() -> None:
     assert (result.stats["curvature_refreshes"], result.stats["curvature_age"]) == (2, 0)
     assert result.solution is not None
     assert float(result.solution.value["up.weight"].norm()) > 0
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_a_parameter_without_numbers_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 0))
+    with pytest.raises(hk.HyperkronError, match=r"1.weight has shape \(0, 2\).*requires_grad_\(False\)"):
+        hk.curvature.KFAC().coverage(model)
+    model[1].requires_grad_(False)
+    assert hk.curvature.KFAC().coverage(model).covered == 1.0

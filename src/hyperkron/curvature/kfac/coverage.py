@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hyperkron.curvature.kfac.diagonals import has_diagonal
 from hyperkron.curvature.kfac.layers import UNCALLED, Layer, LayerOf, kronecker_layer
 from hyperkron.evaluation.point import trainable
-from hyperkron.solution import warn_once
+from hyperkron.solution import HyperkronError, warn_once
 
 Fallback = Literal["diagonal", "identity", "zero"]
 
@@ -192,6 +192,11 @@ class _Planner:
 
     def __init__(self, model: nn.Module, fallback: Fallback, layers: Sequence[LayerOf]) -> None:
         params = trainable(model, "model")
+        if empty := next((name for name, p in params.items() if not p.numel()), ""):
+            raise HyperkronError(
+                f"model parameter {empty} has shape {tuple(params[empty].shape)}, so there is nothing to train in it, "
+                "and KFAC has no factors of that size; freeze it with requires_grad_(False)."
+            )
         self.layers, self.names = layers, {id(p): name for name, p in params.items()}
         self.uses: dict[str, list[_ParameterUse]] = {name: [] for name in params}
         for module_name, module in model.named_modules():
