@@ -216,3 +216,27 @@ def test_the_users_own_hooks_stay_and_run(name: str) -> None:
     METHODS[name](case.model).backward(*case.arguments())
     assert_same(before, case.photograph(hyper_grads=False))
     assert seen
+
+
+def perturbed(model: nn.Module, hyper: Any, batch: Any) -> hk.losses.Loss:
+    """Adversarial examples by ``backward``, which adds to the .grad of θ and λ."""
+    x, y = batch
+    x = x.clone().requires_grad_()
+    hk.losses.cross_entropy(model(x), y, weight=hyper()).backward()
+    assert x.grad is not None
+    return hk.losses.cross_entropy(model((x + 0.1 * x.grad.sign()).detach()), y, weight=hyper())
+
+
+@pytest.mark.parametrize("made", [hk.kfac, hk.identity, lambda: hk.unrolled(2)])
+def test_an_objective_that_calls_backward_adds_nothing(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hyperkron.solution._warned", set())
+    model, hyper = nn.Linear(3, 2), hk.as_hyper(torch.rand(6))
+    batch = torch.randn(6, 3), torch.arange(6) % 2
+    problem = hk.BilevelProblem(perturbed, lambda m, h, b: hk.losses.cross_entropy(m(b[0]), b[1]))
+    method = made()
+    wanted = method.compute(problem, model, hyper, batch, batch)
+    assert all(p.grad is None for p in (*model.parameters(), *hyper.parameters()))
+    method.fresh().backward(problem, model, hyper, batch, batch)
+    torch.testing.assert_close(hyper.value.grad, wanted.grads["value"], rtol=0, atol=0)
+    with pytest.warns(hk.HyperkronWarning, match=r"called backward\(\) itself.*shape \(6,\)"):
+        method.fresh().backward(problem, model, hyper, batch, batch)  # adds to the .grad that is there

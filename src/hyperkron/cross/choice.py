@@ -270,9 +270,10 @@ class _Search:
         return replace(near, way=way, cross=cross, error=error)
 
     def _instead_of(self, failure: RuntimeError) -> _Found:
-        """Double backward, because the inner loss fails, or is different, if θ requires no gradient."""
-        exact = self._tried(Way("reverse"))
-        if exact is None or isinstance(failure, torch.OutOfMemoryError):
+        """Double backward if the ``failure`` is that the inner loss needs gradients in θ, or is different without."""
+        known = isinstance(failure, ChangedError) or "not require grad" in str(failure)
+        exact = self._tried(Way("reverse")) if known else None
+        if exact is None:
             raise failure
         return self._replaced(exact) or exact
 

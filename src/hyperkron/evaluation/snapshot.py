@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from hyperkron.kernels.graphs import GeneratorCopies
-from hyperkron.solution import HyperkronError
+from hyperkron.solution import HyperkronError, warn_once
 
 
 class Snapshot:
-    """Everything an evaluation may change: buffers, training modes, requires_grad flags, random states.
+    """Everything an evaluation may change: buffers, training modes, requires_grad flags, .grad, random states.
 
     Every evaluation gets new copies of the buffers. So the memory and version of the module's own buffers do not
     change, and graphs that the user or a solver keeps stay valid. Only embeddings with ``max_norm`` write their
@@ -36,6 +36,7 @@ class Snapshot:
             )
         self.training = [(m, m.training) for m in modules]
         self.flags = [(p, p.requires_grad) for m in modules for p in m._parameters.values() if p is not None]
+        self.grads = [(p, p.grad, -1 if p.grad is None else p.grad._version) for p, _ in self.flags if p.is_leaf]
         self.buffers = [(m, m._buffers.copy(), m._non_persistent_buffers_set.copy()) for m in modules]
         by_dtype: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}
         for _, own, _ in self.buffers:
@@ -97,6 +98,19 @@ class Snapshot:
         for p, flag in self.flags:
             if p.requires_grad != flag:
                 p.requires_grad_(flag)
+        self._restore_grads()
+
+    def _restore_grads(self) -> None:
+        """Take away what an objective has added by a ``backward`` of its own; warn where it was added in place."""
+        for p, grad, version in self.grads:
+            if p.grad is not grad:
+                p.grad = grad
+            elif grad is not None and grad._version != version:
+                warn_once(
+                    "objective-backward",
+                    f"an objective called backward() itself, which added to the .grad of a parameter of shape "
+                    f"{tuple(p.shape)}; use backward(inputs=[x]) or torch.autograd.grad(loss, x) in objectives.",
+                )
 
     def _rewind_modes(self) -> None:
         for module, mode in self.training:
