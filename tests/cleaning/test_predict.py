@@ -205,10 +205,10 @@ def test_the_command_writes_csv_and_json_lines(
     found = json.loads(capsys.readouterr().out)
     assert found["predictions"][0] == first and len(found["predictions"]) == found["rows"] == 70
     assert main(["predict", run, str(folder / "train.csv"), "--id", "label", "customer"]) == 0
-    lines = [line.split(",") for line in capsys.readouterr().out.splitlines()]
-    assert lines[0] == ["row", "id label", "customer", "label", "probability", "p(A)", "p(B)", "p(C)"]
+    cells = [line.split(",") for line in capsys.readouterr().out.splitlines()]
+    assert cells[0] == ["row", "id label", "customer", "label", "probability", "p(A)", "p(B)", "p(C)"]
     given = [line["label"] for line in csv.DictReader((folder / "train.csv").read_text().splitlines())]
-    assert [line[1] for line in lines[1:]] == given  # what the file says, beside what is predicted
+    assert [line[1] for line in cells[1:]] == given  # what the file says, beside what is predicted
     (tmp_path / "new.csv").write_bytes(before := (folder / "train.csv").read_bytes())
     assert main(["predict", run, str(tmp_path / "new.csv"), "-o", str(tmp_path / "new.csv"), "--overwrite"]) == 1
     assert "is NEW itself; choose another name" in capsys.readouterr().err
