@@ -275,8 +275,9 @@ class Implicit(Hypergradient):
     def _solve(self, point: Point, system: LinearSystem) -> tuple[Tree, Pending[Solution]]:
         if point.recording:
             return self.solver.record(system, point.execution)
-        solution = self._finite(point, self.solver.solve_system(system))
-        return solution.value, Pending.ready(solution)
+        start, preconditioner = system.start, system.preconditioner
+        solution = self.solver.solve(system.operator, system.b, start=start, preconditioner=preconditioner)
+        return self._finite(point, solution).value, Pending.ready(solution)
 
     def _finite(self, point: Point, solution: Solution) -> Solution:
         if solution.status is Status.NON_FINITE:
