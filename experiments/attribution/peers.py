@@ -14,6 +14,7 @@ from torch.func import functional_call, grad, vmap
 
 import hyperkron as hk
 from experiments.attribution.settings import DECAY, Setting
+from hyperkron.attribution import Attribution, agreeing_damping
 from hyperkron.curvature import EKFAC, GGN, ShrunkGGN
 from hyperkron.solvers import CG, Direct
 
@@ -151,18 +152,11 @@ def agreeing(solver: Any = None, grid: tuple[float, ...] = (1e-2, 1e-3, 1e-4, 1e
 
     def score(model: nn.Module, setting: Setting) -> Tensor:
         few = replace(setting, queries=(setting.queries[0][:count], setting.queries[1][:count]))
-        wanted = (solver or by_rule(10))(model, few)
-        found = {d: ours(hk.ekfac(d, fisher="type-2"))(model, few) for d in grid}
-        agreement = {d: float(F.cosine_similarity(_centred(x), _centred(wanted)).mean()) for d, x in found.items()}
-        best = max(agreement, key=lambda d: agreement[d])
-        print(f"agreement by δ: {', '.join(f'{d:g} {x:.4f}' for d, x in agreement.items())}", flush=True)
+        wanted = Attribution((solver or by_rule(10))(model, few))
+        best = agreeing_damping(lambda d: Attribution(ours(hk.ekfac(d, fisher="type-2"))(model, few)), wanted, grid)
         return ours(hk.ekfac(best, fisher="type-2"))(model, setting)
 
     return score
-
-
-def _centred(x: Tensor) -> Tensor:
-    return x - x.mean(1, keepdim=True)
 
 
 def layers_only(damping: float, fisher: Any) -> hk.Implicit:

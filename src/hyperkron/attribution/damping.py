@@ -1,11 +1,14 @@
-"""The damping that a training of finite length amounts to."""
+"""Two rules for the damping: what a training of finite length amounts to, and what agrees with an exact solve."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import torch
+
+from hyperkron.attribution.result import Attribution
 from hyperkron.solution import HyperkronError
-from hyperkron.validation import check_interval, check_nonnegative
+from hyperkron.validation import check_interval, check_nonnegative, check_positive
 
 
 def training_time(rates: Sequence[float], *, momentum: float = 0.0) -> float:
@@ -48,3 +51,45 @@ def training_damping(rates: Sequence[float], *, momentum: float = 0.0) -> float:
     if not total > 0:
         raise HyperkronError(f"rates={list(rates)[:5]!r} add up to {total}; pass the learning rate of every step.")
     return (1 - momentum) / total
+
+
+def agreeing_damping(
+    scored: Callable[[float], Attribution],
+    exact: Attribution,
+    dampings: Sequence[float] = (1e-2, 1e-3, 1e-4, 1e-5),
+) -> float:
+    """The damping of a fast method whose scores agree best with those of a more exact one; nothing is trained again.
+
+        δ = argmax_δ mean_q corr(scores_δ[q], exact[q])
+
+    A few queries are enough: ten, where it was measured.
+
+    Args:
+        scored: the scores of these queries by the fast method with damping δ.
+        exact: their scores by the more exact method, such as ``hk.pcg(10, δ)`` with δ by :func:`training_damping`.
+        dampings: those to try.
+
+    Example:
+        >>> import torch, hyperkron as hk
+        >>> x, y = torch.randn(20, 3), torch.randn(20, 1)
+        >>> model = torch.nn.Linear(3, 1)
+        >>> loss = lambda m, batch: hk.losses.mse(m(batch[0]), batch[1])
+        >>> few = x[:2], y[:2]
+        >>> exact = hk.attribute(loss, model, (x, y), few, method=hk.pcg(10, 0.1))
+        >>> agreeing_damping(lambda delta: hk.attribute(loss, model, (x, y), few, method=hk.ekfac(delta)), exact, [0.1])
+        0.1
+    """
+    if len(dampings) == 0:
+        raise HyperkronError("dampings is empty; pass those to try, such as [1e-2, 1e-3, 1e-4].")
+    found = {}
+    for damping in dampings:
+        check_positive("dampings", damping)
+        scores = scored(damping).scores
+        if scores.shape != exact.scores.shape:
+            raise HyperkronError(
+                f"scored({damping}) has scores of shape {tuple(scores.shape)}, and exact of "
+                f"{tuple(exact.scores.shape)}; score the same queries and examples."
+            )
+        pair = (x.double() - x.double().mean(1, keepdim=True) for x in (scores, exact.scores.to(scores.device)))
+        found[damping] = float(torch.cosine_similarity(*pair).mean())
+    return max(found, key=lambda damping: found[damping])

@@ -1,7 +1,7 @@
 """Projections of λ onto simple sets: applied to each of its parameters before the first and after every step.
 
-They see the parameters themselves, not what a module makes of them: ``SampleWeights(squash="sigmoid")`` holds numbers of
-any size, and needs no box.
+They see the parameters themselves, not what a module makes of them: ``SampleWeights(squash="sigmoid")`` holds numbers
+of any size, and needs no box.
 """
 
 from __future__ import annotations
