@@ -3,7 +3,7 @@
     J_in = mean(clip(λ_n) · CE) on the weakly labelled rows ,      J_out = mean CE on the trusted rows
 
 θ, the last layers of an encoder and a head, is moved by AdamW with a cosine schedule, λ by SGD with momentum 0.9. Its
-step size ``outer`` is relative (see :mod:`experiments.paper.image_entries`): the root mean square by which the weights
+step size ``outer`` is relative (:class:`experiments.trial.RelativeStep`): the root mean square by which the weights
 of a batch move in the first step that counts; a setting ``rate`` gives an absolute one instead. All methods train the
 same parameters on the same batches. On a GPU the inner steps replay one recorded graph; where that cannot be recorded
 they take the ordinary way.

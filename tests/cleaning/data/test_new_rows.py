@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -55,3 +56,14 @@ def test_a_text_alone_is_no_path() -> None:
     with pytest.raises(HyperkronError, match=r"rows='to be' is not a path that exists; give a single text as a list"):
         form.read("to be")
     assert form.read(["to be"]).inputs == ["to be"]
+
+
+def test_a_part_of_a_folder_whose_name_has_a_space(tmp_path: Path) -> None:
+    folder = tmp_path / "my data"
+    folder.mkdir()
+    (folder / "label.json").write_text('{"0": "no", "1": "yes"}')
+    for part in ("train", "test"):
+        row = {"label": 0, "weak_labels": [1], "data": {"text": f"of {part}"}}
+        (folder / f"{part}.json").write_text(json.dumps({"0": row}))
+    form = InputForm.of(read({"text": ["a b", "c d"], "label": [0, 1]}))
+    assert form.read(f"{folder}:test").inputs == ["of test"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hyperkron.cleaning.data import read, read_pair
+from hyperkron.cleaning.data import export_rows, read, read_pair
 from hyperkron.cleaning.sources import read_parts
 from hyperkron.solution import HyperkronError
 
@@ -43,7 +44,7 @@ def test_the_two_forms_of_an_accent_are_one_folder_of_pictures(tmp_path: Path) -
 def test_a_label_that_each_file_writes_in_its_own_way_is_refused(ours: str, theirs: str) -> None:
     """Else every row of the class would be called wrong."""
     train = {"text": ["a", "b", "c"], "label": [ours, "ham", ours]}
-    said = f"the label {ours!r} of train is written {theirs!r} in trusted; use one spelling in both"
+    said = f"the label {ours!r} of train is written {theirs!r} in trusted; use one spelling in both, or other"
     with pytest.raises(HyperkronError) as refused:
         read_pair(train, {"text": ["d", "e"], "label": [theirs, "ham"]}, text="text")
     assert said in str(refused.value)
@@ -56,8 +57,40 @@ def test_a_label_that_each_file_writes_in_its_own_way_is_refused(ours: str, thei
 
 
 def test_numbers_that_differ_are_different_labels() -> None:
-    train = {"text": ["a", "b", "c"], "label": ["1", "2", "x"]}
-    read_pair(train, {"text": ["d", "e"], "label": ["x", "11"]}, text="text")
+    long = "900719925474099300"  # of more digits than a float has
+    train = {"text": ["a", "b", "c"], "label": ["1", long, "x"]}
+    for other in ("11", long[:-1] + "1"):
+        read_pair(train, {"text": ["d", "e"], "label": ["x", other]}, text="text")
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.npz", "folder"])
+def test_an_export_with_new_labels_has_one_form_of_an_accent(tmp_path: Path, name: str) -> None:
+    """Else the rows whose label stays would be another class than those that got it."""
+    path, out = tmp_path / name, tmp_path / ("out.csv" if name == "folder" else f"out-{name}")
+    labels = [TWO, TWO, "bar", "bar"]
+    if name == "a.csv":
+        path.write_text("text,label\n" + "".join(f"t{i},{label}\n" for i, label in enumerate(labels)), "utf-8")
+    elif name == "a.jsonl":
+        rows = [json.dumps({"text": f"t{i}", "label": label}) for i, label in enumerate(labels)]
+        path.write_text("\n".join(rows), "utf-8")
+    elif name == "a.npz":
+        np.savez(path, x=np.arange(8.0).reshape(4, 2), y=np.array(labels))
+    for i, label in enumerate(labels if name == "folder" else ()):
+        (path / label).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((4, 4, 3), 9 * i, np.uint8)).save(path / label / f"{i}.png")
+    before = read(path)
+    assert before.classes == ("bar", ONE)
+    given = [before.classes[k] for k in before.labels]
+    row = given.index("bar")
+    new = [ONE if i == row else None for i in range(4)]
+    written = export_rows(path, before.rows, out, new, label="label" if name[-3:] in ("csv", "onl") else None)
+    if name == "a.npz":
+        found = np.load(written)["y"].tolist()
+    elif name == "a.jsonl":
+        found = [json.loads(line)["label"] for line in written.read_text("utf-8").splitlines()]
+    else:
+        found = [line.rsplit(",", 1)[1] for line in written.read_text("utf-8").splitlines()[1:]]
+    assert found == [ONE if i == row else label for i, label in enumerate(given)]
 
 
 def test_rows_of_the_test_set_that_a_model_has_seen_are_told() -> None:

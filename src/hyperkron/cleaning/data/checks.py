@@ -9,6 +9,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from decimal import Decimal
 
 from hyperkron.cleaning.data.encoding import TableEncoding
 from hyperkron.cleaning.data.files import listing, np, several
@@ -228,19 +229,19 @@ def class_notes(train: Raw, trusted: Raw, classes: tuple[str, ...]) -> list[str]
             "trusted row shows what they look like: only the training labels tell, and no accuracy is known; add a few "
             "of each."
         )
+    alike: dict[Hashable, list[str]] = {}
+    for name in classes:
+        alike.setdefault(_spelling(name), []).append(name)
     only = [name for name in classes if theirs[name] and not ours[name] and name not in train.answers]
     for name in only:
-        if same := [other for other in classes if not theirs[other] and _spelling(other) == _spelling(name)]:
+        if same := [other for other in alike[_spelling(name)] if not theirs[other]]:
             raise HyperkronError(
                 f"the label {same[0]!r} of {train.name} is written {name!r} in {trusted.name}; use one spelling in "
-                "both."
+                "both, or other names if they are two classes."
             )
     unknown = [f"{name!r} ({several(theirs[name], 'trusted row')})" for name in only]
     if unknown:
         notes.append(f"{train.name}: labels unknown in training, only in the trusted set: {listing(unknown)}.")
-    alike: dict[Hashable, list[str]] = {}
-    for name in classes:
-        alike.setdefault(_spelling(name), []).append(name)
     for group in (group for group in alike.values() if len(group) > 1):
         notes.append(
             f"{train.name}: the labels {listing(map(repr, group))} differ only in how they are written and are taken "
@@ -252,7 +253,7 @@ def class_notes(train: Raw, trusted: Raw, classes: tuple[str, ...]) -> list[str]
 def _spelling(name: str) -> Hashable:
     """What is equal for labels that differ only in case, in spaces, or in how a number is written."""
     folded = "".join(unicodedata.normalize("NFKC", name).casefold().split())
-    return as_number(folded) if folded[-1:].isdecimal() and as_number(folded) is not None else folded
+    return Decimal(folded) if folded[-1:].isdecimal() and as_number(folded) is not None else folded
 
 
 # --- what may be meant: said, and nothing is changed ---------------------------------------------------------

@@ -79,7 +79,7 @@ def write_class_folder(place: Place, kept: Kept) -> bytes:
     if kept.out.suffix.lower() == ".npz":
         return pictures_npz(read_class_folder(place), kept)
     files = class_files(place.path, place.part)
-    lines = ((row, [files[row][0], kept.labels.get(row, files[row][1])]) for row in kept.within(len(files), name))
+    lines = ((row, [files[row][0], kept.label(row, files[row][1])]) for row in kept.within(len(files), name))
     return csv_table(["image", "label"], lines, kept.formulas, name).encode()
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 
 from hyperkron.cleaning.data.files import listing, np, several
 from hyperkron.cleaning.data.roles import label_column
-from hyperkron.cleaning.data.values import Array, is_missing
+from hyperkron.cleaning.data.values import Array, composed, is_missing
 from hyperkron.solution import HyperkronError, HyperkronWarning
 
 Formulas: TypeAlias = Literal["keep", "escape", "refuse"]
@@ -82,8 +82,11 @@ class Kept:
         return replace(self, labels={row: numbers.get(name, name) for row, name in self.labels.items()})
 
     def label(self, row: int, old: Any) -> Any:
-        """The label of a row, of the type of the old one: a number stays a number."""
-        new = self.labels.get(row, old)
+        """The label of a row, of the type of the old one: a number stays a number.
+
+        Where others change, one that stays is written in their form of Unicode too, or one class would have two names.
+        """
+        new = self.labels.get(row, composed(old) if self.labels and isinstance(old, str) else old)
         if new is old or not isinstance(new, str):
             return new
         if isinstance(old, bool):
@@ -97,7 +100,7 @@ class Kept:
 
     def relabelled(self, row: int, record: dict[str, Any], column: str) -> dict[str, Any]:
         """A record with its label; the very same where that stays."""
-        if row not in self.labels or record.get(column) == (new := self.label(row, record.get(column))):
+        if record.get(column) == (new := self.label(row, record.get(column))):
             return record
         return {**record, column: new}
 

@@ -16,7 +16,7 @@ from hyperkron.cleaning.data.images import SUFFIXES
 from hyperkron.cleaning.data.labelled import Frame, Kind, Labelled, Raw, Roles, pick
 from hyperkron.cleaning.data.limits import ReadOptions
 from hyperkron.cleaning.data.roles import column_inputs, infer_input
-from hyperkron.cleaning.data.sources import in_memory, locate
+from hyperkron.cleaning.data.sources import in_memory, locate, split_source
 from hyperkron.cleaning.data.values import Array, Columns, cells, gaps
 from hyperkron.solution import HyperkronError
 
@@ -99,7 +99,7 @@ class InputForm:
 
     def _open(self, rows: Any, options: ReadOptions) -> Frame | Raw:
         if isinstance(rows, (str, os.PathLike)):
-            if self.kind == "text" and isinstance(rows, str) and " " in rows and not os.path.exists(rows):
+            if self.kind == "text" and isinstance(rows, str) and " " in rows and not split_source(rows)[0].exists():
                 raise HyperkronError(
                     f"rows={rows!r:.80} is not a path that exists; give a single text as a list, [text]."
                 )
@@ -118,7 +118,7 @@ class InputForm:
             return Raw("rows", "text", _texts(values), [None] * len(values), np.arange(len(values)))
         found = arrays.dense(values, "rows")
         if found.dtype.kind not in "fiub":
-            raise HyperkronError(f"rows is a {type(rows).__name__} that does not hold numbers; {_FORMS}.")
+            raise HyperkronError(f"rows is a {type(rows).__name__} of type {found.dtype}, not of numbers; {_FORMS}.")
         names = () if self.encoding is None else self.encoding.names
         if names and found.shape[1:] == (len(names),) and found.dtype.kind in "fiub":
             encoded = {name: found[:, i] for i, name in enumerate(names)}

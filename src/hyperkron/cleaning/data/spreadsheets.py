@@ -161,8 +161,8 @@ def write_csv(place: Place, kept: Kept) -> bytes:
     cells = FormulaCells(kept.formulas, file.header)
 
     def written(fields: list[str], text: str, row: int | None = None) -> str:
-        new = None if row is None else kept.labels.get(row)
-        if new is not None and fields[at] != new:
+        new = fields[at] if row is None else kept.label(row, fields[at])
+        if new != fields[at]:
             fields = [*fields[:at], new, *fields[at + 1 :]]
             text = csv_line(fields, file.delimiter, end)
         escaped = cells.row(fields, row)
