@@ -20,12 +20,12 @@ TITLE = "The paper, reproduced"
 INTRODUCTION = (
     "Every table and figure of Liao, Dangel & Yu, “Efficient bilevel optimization with KFAC-based hypergradients” "
     "(AISTATS 2026). A verdict follows a rule that is part of the experiment; the page behind each link prints it, "
-    "with the printed numbers beside ours and how the set-up differs. All methods of a comparison have the same "
-    "parameters, batches and seeds; each is tuned over its own grid on a second validation part, and the test figure "
-    "that counts is the one where that part is best. ± is half a 95 % interval over seeds. Where weights of examples "
-    "are learned, a verdict needs runs of 1000 outer steps, or as many updates of a weight. GPU minutes are those of "
-    "one NVIDIA H200: spent on all recorded runs of the row, and missing for a verdict by the measured time of a "
-    "step."
+    "with ours beside the numbers of the paper's tables (its figures have none) and how the set-up differs. All "
+    "methods of a comparison have the same parameters, batches and seeds; each is tuned over its own grid on a second"
+    " validation part, and the test figure that counts is the one where that part is best. ± is half a 95 % interval "
+    "over seeds. Where weights of examples are learned, a verdict needs runs of 1000 outer steps, or as many updates "
+    "of a weight. GPU minutes are those of one NVIDIA H200: spent on all recorded runs of the row, and missing for a "
+    "verdict by the measured time of a step."
 )
 
 

@@ -159,7 +159,7 @@ def tables(contest: Contest, times: Rows, network: Network = "resnet18") -> str:
     if not contest.done:
         return ""
     parts = [f"{place}: **{x.verdict.value}**. {x.because}" for place, x in verdicts(contest, known, network).items()]
-    parts += [*_runs(contest, known), _printed(contest), *_inners(contest)]
+    parts += [*_runs(contest, known), _printed(contest, known), *_inners(contest)]
     if contest.plan.rate:
         earlier = _at(contest, EARLIER)
         found = [*_runs(earlier, known), _rates(earlier)]
@@ -171,14 +171,16 @@ def tables(contest: Contest, times: Rows, network: Network = "resnet18") -> str:
     return "\n\n".join(part for part in [*parts, _rates(contest)] if part)
 
 
-def _printed(contest: Contest) -> str:
-    """Table 2: the printed losses beside ours."""
+def _printed(contest: Contest, times: Times) -> str:
+    """Table 2: the printed losses and seconds of a step beside ours."""
     rows = []
     for tau, *values in printed("table_amortization_resnet18")["rows"]:
-        ours = [contest.results(name) for name in _at_interval(tau)]
-        cells = [shown([x for x in losses(of) if x is not None]) for of in ours]
-        rows.append([str(tau), *(cell for pair in zip(map(str, values[:2]), cells, strict=True) for cell in pair)])
+        names = _at_interval(tau)
+        cells = [shown([x for x in losses(contest.results(name)) if x is not None]) for name in names]
+        cells += [f"{times[name] / 1000:.3f}" if name in times else "–" for name in names]
+        rows.append([str(tau), *(cell for pair in zip(map(str, values), cells, strict=True) for cell in pair)])
     head = ["τ", "KFAC's loss, printed", "ours", "EKFAC's loss, printed", "ours"]
+    head += ["KFAC's seconds a step, printed", "ours", "EKFAC's seconds a step, printed", "ours"]
     return records.markdown(head, rows) if any(row[4] != "–" for row in rows) else ""
 
 
