@@ -93,6 +93,19 @@ def test_what_belongs_to_another_inner_loss_is_forgotten(name: str, made: Any) -
         assert found.stats["curvature_age"] == 1
 
 
+def test_inner_losses_that_change_in_every_call_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hyperkron.solution._warned", set())
+    model, hyper = nn.Linear(4, 3).double(), hk.as_hyper(torch.randn(8, dtype=torch.float64))
+    batch, method = (torch.randn(8, 4, dtype=torch.float64), torch.randint(0, 3, (8,))), METHODS["kfac"]()
+    for step in range(10):  # the same function, made again in every step, and one change
+        problem = hk.BilevelProblem(scaled if step > 5 else lambda *given: inner(*given), outer)
+        method.compute(problem, model, hyper, batch, batch)
+    for function in (inner, scaled, inner, scaled):
+        method.compute(hk.BilevelProblem(function, outer), model, hyper, batch, batch)
+    with pytest.warns(hk.HyperkronWarning, match="every call has another inner loss"):
+        method.compute(hk.BilevelProblem(inner, outer), model, hyper, batch, batch)
+
+
 @pytest.mark.parametrize("name", ["kfac", "kfac, averages", "ekfac"])
 def test_states_of_earlier_versions_know_parameters_by_name(name: str) -> None:
     """They kept no shapes; what they hold goes on."""

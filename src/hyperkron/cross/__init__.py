@@ -6,7 +6,7 @@ only weights examples and penalties, and :mod:`~hyperkron.cross.adjoint` for suc
 """
 
 from hyperkron.cross.choice import Cross, Mode
-from hyperkron.cross.state import RECHECK, CrossState, code_of
+from hyperkron.cross.state import MAX_CHANGES, RECHECK, CrossState, code_of
 from hyperkron.cross.ways import difference, forward, reverse
 
-__all__ = ["RECHECK", "Cross", "CrossState", "Mode", "code_of", "difference", "forward", "reverse"]
+__all__ = ["MAX_CHANGES", "RECHECK", "Cross", "CrossState", "Mode", "code_of", "difference", "forward", "reverse"]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hyperkron import trees
-from hyperkron.cross import RECHECK, Cross, CrossState, Mode, code_of
+from hyperkron.cross import MAX_CHANGES, RECHECK, Cross, CrossState, Mode, code_of
 from hyperkron.curvature import Curvature, CurvatureState, Invertible
 from hyperkron.curvature.base import Eigenbasis
 from hyperkron.evaluation.passes import Pass
@@ -28,7 +28,7 @@ from hyperkron.hypergradient.replay import Replays
 from hyperkron.kernels import graphs
 from hyperkron.kernels.execution import Pending
 from hyperkron.problem import BilevelProblem
-from hyperkron.solution import HypergradientResult, HyperkronError, NonFiniteError, Solution, Status
+from hyperkron.solution import HypergradientResult, HyperkronError, NonFiniteError, Solution, Status, warn_once
 from hyperkron.solvers import LinearSystem, Solver
 from hyperkron.trees import Tree
 
@@ -48,6 +48,7 @@ class ImplicitState:
     plain: bool = False  # whether the objectives run without autocast, because it was found too coarse
     modules: list[weakref.ref[nn.Module]] = field(default_factory=list, repr=False)  # of the model; not saved
     inner: Any = field(default=None, repr=False)  # the code of the inner loss; not saved
+    changes: int = field(default=0, repr=False)  # in how many calls in a row that was another one; not saved
 
     def __deepcopy__(self, memory: dict[int, Any]) -> ImplicitState:
         """Copy everything but the model: the copy belongs to the first model it is used with."""
@@ -228,10 +229,17 @@ class Implicit(Hypergradient):
         known = [reference() for reference in self.state.modules]
         same = len(known) == len(modules) and all(x is m for x, m in zip(known, modules, strict=True))
         inner = code_of(getattr(problem, "inner", None))
-        if (known and not same) or self.state.inner not in (None, inner):
+        changes = 0 if self.state.inner in (None, inner) else self.state.changes + 1
+        if (known and not same) or changes:
             self._forget()
             same = False
-        self.state.inner = inner
+        self.state.inner, self.state.changes = inner, changes
+        if changes == MAX_CHANGES:
+            warn_once(
+                "inner-changes",
+                "every call has another inner loss than the one before, so the hypergradient starts again each time: "
+                "it keeps no curvature, average or warm start; use a hypergradient of its own for each inner loss.",
+            )
         if not same:
             self.state.modules = [weakref.ref(module) for module in modules]
 

@@ -79,6 +79,33 @@ def test_the_hypergradient_is_that_of_constant_inputs(given: Given, made: Any) -
     assert not any("used elsewhere" in result.stats for result in results)
 
 
+@pytest.mark.parametrize("made", [hk.kfac, hk.ekfac])
+def test_what_the_loss_depends_on_is_found_by_one_more_pass_only_when_it_changes(made: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.ReLU(inplace=True), nn.Linear(4, 3)).double()
+    hyper, passes, chosen = hk.as_hyper(torch.rand(6, dtype=torch.float64)), 0, 0
+
+    def inner(model: nn.Module, hyper: Any, batch: Any) -> hk.losses.Loss:
+        nonlocal passes
+        passes += 1
+        outputs = [model(scale * batch[0]) for scale in (1, 3)]
+        return hk.losses.cross_entropy(outputs[chosen], batch[1], weight=hyper())
+
+    def outer(model: nn.Module, hyper: Any, batch: Any) -> hk.losses.Loss:
+        return hk.losses.cross_entropy(model(batch[0]), batch[1])
+
+    batch, problem = (torch.randn(6, 3).double(), torch.arange(6) % 3), hk.BilevelProblem(inner, outer)
+    method, counts = made(0.1, cross="reverse", fisher="type-2"), []
+    for now in (1, 1, 0, 0):
+        chosen, passes = now, 0
+        found = method.compute(problem, model, hyper, batch, batch)
+        counts.append(passes)
+        wanted = made(0.1, cross="reverse", fisher="type-2").compute(problem, model, hyper, batch, batch)
+        assert oracles.relative(found.grads, wanted.grads) < 1e-12
+    assert counts[2] == counts[1] + 1
+    assert counts[3] == counts[1]
+
+
 def by_autograd(model: nn.Module, x: Tensor) -> Tensor:
     x = x.clone().requires_grad_()
     u = model(x)

@@ -34,29 +34,38 @@ class Calls:
         self._starts: list[Node] = []  # nodes of the graph behind the inputs of calls
         self._ends: dict[CallId, Node] = {}  # those of their outputs
 
-    def counts(self, name: str, parameters: Collection[str], output: Tensor) -> bool:
-        """Register a call of a layer; whether it is measured: the loss may depend on it, and hooks see its gradient."""
+    def registered(self, name: str, parameters: Collection[str], output: Tensor) -> tuple[Tensor, bool]:
+        """Register a call of a layer: its output, and whether it is measured, because the loss may depend on it and
+        hooks see its gradient."""
         self._numbers[name] += 1
         self.called.update(parameters)
-        hidden = torch._C._functorch.is_functorch_wrapped_tensor(output)  # inside a function of torch.func
-        measured = output.requires_grad and not hidden and (name, self._numbers[name]) not in self._left_out
-        self.used.update(parameters if measured else ())
-        return measured
+        if not output.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(output):  # in torch.func
+            return output, False
+        if (name, self._numbers[name]) in self._left_out:
+            return self._ended(name, output, None, lambda g: None), False
+        self.used.update(parameters)
+        return output, True
 
-    def tapped(self, name: str, x: Tensor, output: Tensor, token: Tensor, receive: Callable[[Tensor], None]) -> Tensor:
+    def tapped(
+        self, name: str, x: Tensor, output: Tensor, token: Tensor | None, receive: Callable[[Tensor], None]
+    ) -> Tensor:
         """The ``output`` of the registered call on ``x``, with ``receive`` called on its gradient."""
-        found: Tensor = Tap.apply(output, token, receive)
         if x.requires_grad:
             self._starts.append(get_gradient_edge(x).node)
+        return self._ended(name, output, token, receive)
+
+    def _ended(self, name: str, output: Tensor, token: Tensor | None, receive: Callable[[Tensor], None]) -> Tensor:
+        found: Tensor = Tap.apply(output, token, receive)
         self._ends[name, self._numbers[name]] = get_gradient_edge(found).node
         return found
 
     def aside(self, outputs: list[Tensor]) -> set[CallId]:
         """The calls that ``outputs`` do not depend on, of layers called several times; to others no gradient comes."""
-        if max(self._numbers.values(), default=0) < 2:
+        times = Counter(name for name, _ in self._ends)
+        if max(times.values(), default=0) < 2:
             return set()
         reached = {*nodes_behind(_nodes(outputs))}
-        return {call for call, node in self._ends.items() if self._numbers[call[0]] > 1 and node not in reached}
+        return {call for call, node in self._ends.items() if times[call[0]] > 1 and node not in reached}
 
     def forget_hidden(self, outputs: list[Tensor], params: Tree) -> None:
         """Layers without a measured call, but on whose parameters ``outputs`` depend, count as not called.

@@ -17,7 +17,6 @@ from torch import Tensor
 from hyperkron.batch_tensors import tensors_of
 from hyperkron.collectives import Group
 from hyperkron.curvature.base import l2_curvature, warn_moving, warn_opaque
-from hyperkron.curvature.kfac.calls import CallId
 from hyperkron.curvature.kfac.coverage import Plan
 from hyperkron.curvature.kfac.factors import add_to, scaled
 from hyperkron.curvature.kfac.kept import KeptGradients
@@ -71,18 +70,18 @@ def measure(point: Point, plan: Plan, how: Measurement) -> Measured:
 def _forward(
     point: Point, part: Any, plan: Plan, how: Measurement, like: Tensor, keeps: list[bool]
 ) -> tuple[Recorder, Loss]:
-    """A forward pass with hooks; a second one without the calls of layers that the loss does not depend on, if there
-    are any, such as those of a search for adversarial examples."""
-    left_out: set[CallId] = set()
+    """A forward pass with hooks, without the calls of layers that the loss does not depend on, such as those of a
+    search for adversarial examples; a second pass if these are others than the last time."""
+    repeated = False
     while True:
-        recorder = Recorder(plan, how, like, keeps[0], keeps[1], left_out)
+        recorder = Recorder(plan, how, like, keeps[0], keeps[1], plan.aside)
         with recorder.attached():
             loss = point.inner(part)
-            aside = set() if left_out else recorder.layers.aside(_outputs(loss))
-            if not aside:
+            aside = recorder.layers.aside(_outputs(loss))
+            if repeated or aside == plan.aside:
                 recorder.after_forward(loss, readable=not point.recording)
                 return recorder, loss
-        left_out = aside
+        plan.aside, repeated = aside, True
         recorder.layers.forget_graph()
         del loss
 

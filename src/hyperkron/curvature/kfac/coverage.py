@@ -144,6 +144,8 @@ class Plan:
     rest: list[str] = field(default_factory=list)
     rows: dict[str, Row] = field(default_factory=dict)
     fallback: Fallback = "diagonal"
+    aside: set[tuple[str, int]] = field(default_factory=set)
+    """(layer, number of the call): the calls that the last measured inner loss did not depend on."""
 
     @property
     def otherwise(self) -> str:

@@ -106,7 +106,8 @@ class Recorder:
     def _on_block(self, block: Block, module: nn.Module, given: tuple[Any, ...], named: Any, output: Tensor) -> Tensor:
         if self._replaced(module):
             return output
-        if not self.layers.counts(block.name, block.names, output):
+        output, measured = self.layers.registered(block.name, block.names, output)
+        if not measured:
             return output
         x: Tensor = given[0] if given else next(iter(named.values()))
         self.batch_size = max(self.batch_size, x.shape[0] if x.dim() > 1 else 1)
@@ -131,9 +132,12 @@ class Recorder:
         if self._replaced(module):
             return output
         name = next(iter(names.values()))
-        if not self.layers.counts(name, names.values(), output) or not self.how.diagonal:
+        output, measured = self.layers.registered(name, names.values(), output)
+        if not measured:
             return output
         given_x: Tensor = given[0] if given else named["input"]
+        if not self.how.diagonal:
+            return self.layers.tapped(name, given_x, output, None, lambda g: None)
         x = given_x.detach()
         self.lengths[name] = len(x) if x.dim() else 1
         self.plain_lookups = self.plain_lookups or not (x.is_floating_point() or x.dim() > 1)

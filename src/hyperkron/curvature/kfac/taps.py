@@ -43,7 +43,7 @@ class Tap(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, token: Tensor, receive: Callable[..., None], *saved: Tensor) -> Tensor:
+    def forward(ctx: Any, output: Tensor, token: Tensor | None, receive: Callable[..., None], *saved: Tensor) -> Tensor:
         ctx.receive = receive
         ctx.save_for_backward(*saved)
         return same_memory(output)
