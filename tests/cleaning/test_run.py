@@ -290,9 +290,10 @@ def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Texts:
 
 def test_a_folder_that_cannot_be_written_to(data: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("mine")
-    for out in (tmp_path / "file", tmp_path / "file" / "run"):
-        with pytest.raises(HyperkronError, match=r"out='.*' cannot be written to \(.*\); choose another folder"):
-            clean(data.train, data.trusted, config=NONE, out=out)
+    with pytest.raises(HyperkronError, match=r"out='.*file' is a file, but a run is a folder; choose another name"):
+        clean(data.train, data.trusted, config=NONE, out=tmp_path / "file")
+    with pytest.raises(HyperkronError, match=r"out='.*' cannot be written to \(.*\); choose another folder"):
+        clean(data.train, data.trusted, config=NONE, out=tmp_path / "file" / "run")
     assert (tmp_path / "file").read_text() == "mine"
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
     with pytest.raises(HyperkronError, match=r"cannot be written to \(Permission denied\)"):
