@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from hyperkron.attribution.result import Attribution
 from hyperkron.solution import HyperkronError
@@ -90,6 +91,11 @@ def agreeing_damping(
                 f"scored({damping}) has scores of shape {tuple(scores.shape)}, and exact of "
                 f"{tuple(exact.scores.shape)}; score the same queries and examples."
             )
-        pair = (x.double() - x.double().mean(1, keepdim=True) for x in (scores, exact.scores.to(scores.device)))
-        found[damping] = float(torch.cosine_similarity(*pair).mean())
+        found[damping] = float(
+            torch.cosine_similarity(_centred(scores), _centred(exact.scores).to(scores.device)).mean()
+        )
     return max(found, key=lambda damping: found[damping])
+
+
+def _centred(scores: Tensor) -> Tensor:
+    return scores.double() - scores.double().mean(1, keepdim=True)
