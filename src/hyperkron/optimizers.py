@@ -173,8 +173,8 @@ class LevelOptimizer:
         if self.scheduler is None and getattr(self.optimizer.step, "_wrapped_by_lr_sched", False):
             warn_once(
                 f"{level}-scheduler",
-                f"{level}_optimizer has a scheduler that a run does not step, so its learning rate stays as it is; "
-                "pass both as hyperkron.algorithms.Updates(optimizer, scheduler).",
+                f"{level}_optimizer has a scheduler that the run does not step. Unless a callback steps it, the "
+                "learning rate stays as it is; pass both as hyperkron.algorithms.Updates(optimizer, scheduler).",
             )
         held = {id(p): p for group in self.optimizer.param_groups for p in group["params"]}
         foreign = [name for name, p in others.items() if id(p) in held]

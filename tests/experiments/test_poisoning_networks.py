@@ -87,7 +87,7 @@ def test_the_verdict_takes_the_mean_over_networks_where_all_are_recorded(tmp_pat
     lines.append({**begun, "method": "TGDA-KFAC-EMP", "test": 9.0})
     assert poisoning_page.by_networks(tmp_path / "x.jsonl") == found
     lines.append({"model": "CNN", "method": "TGDA-CG", "seed": 1, "network": 2, "test": 9.0})
-    assert poisoning_page.by_networks(tmp_path / "x.jsonl") == {}  # no other seed has so many
+    assert poisoning_page.by_networks(tmp_path / "x.jsonl") == {}  # no other seed has this many
     result = Result.read(records.RESULTS / "paper" / "poisoning-small.json")
     assert poisoning_page.verdict(result).verdict is Verdict.REFUSED
     result.figures["networks"] = found
