@@ -63,6 +63,12 @@ def test_numbers_that_differ_are_different_labels() -> None:
         read_pair(train, {"text": ["d", "e"], "label": ["x", other]}, text="text")
 
 
+def test_a_label_that_looks_like_a_number_beyond_all_floats_is_a_name() -> None:
+    code = "1e99999999999999999999"
+    ours, theirs = read_pair({"text": ["a", "b"], "label": [code, "2"]}, {"text": ["c", "d"], "label": ["2", code]})
+    assert ours.classes == theirs.classes and code in ours.classes
+
+
 @pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.npz", "folder"])
 def test_an_export_with_new_labels_has_one_form_of_an_accent(tmp_path: Path, name: str) -> None:
     """Else the rows whose label stays would be another class than those that got it."""

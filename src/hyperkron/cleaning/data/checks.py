@@ -253,7 +253,8 @@ def class_notes(train: Raw, trusted: Raw, classes: tuple[str, ...]) -> list[str]
 def _spelling(name: str) -> Hashable:
     """What is equal for labels that differ only in case, in spaces, or in how a number is written."""
     folded = "".join(unicodedata.normalize("NFKC", name).casefold().split())
-    return Decimal(folded) if folded[-1:].isdecimal() and as_number(folded) is not None else folded
+    number = as_number(folded) if folded[-1:].isdecimal() else None
+    return folded if number is None or math.isinf(number) else Decimal(folded)
 
 
 # --- what may be meant: said, and nothing is changed ---------------------------------------------------------
