@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from experiments.paper import encoder_length
+from experiments.paper.poisoning_page import NETWORKS
 from experiments.paper.recipe import Result
 from experiments.pieces import Lines
 
@@ -77,11 +78,15 @@ def missing(result: Result) -> Missing | None:
 def spent(result: Result | None, name: str) -> float | None:
     """GPU minutes of all recorded runs of a recipe, also those of the paper's length; ``None`` where none was used."""
     short = None if result is None or "gpu" not in result.hardware else result.seconds / 60 / _workers(result.command)
-    files = {"encoder": (encoder_length.RESULT, ENCODER_SECONDS), "encoder-base": (encoder_length.MPNET, 0.0)}
-    if name not in files:  # of MPNet's first three runs the time is not known
+    files = {
+        "encoder": (encoder_length.RESULT, ENCODER_SECONDS),
+        "encoder-base": (encoder_length.MPNET, 0.0),  # of its first three runs the time is not known
+        "poisoning": (NETWORKS, 0.0),
+    }
+    if name not in files:
         return short
     file, unknown = files[name]
-    return (short or 0.0) + _encoder(Lines(file).rows, unknown)
+    return (short or 0.0) + _shared(Lines(file).rows, unknown)
 
 
 def _workers(command: str) -> float:
@@ -95,6 +100,6 @@ def _workers(command: str) -> float:
     return statistics.fmean(found) if found else 1.0
 
 
-def _encoder(rows: Sequence[Mapping[str, Any]], unknown: float) -> float:
-    """Minutes of the runs of an encoder; ``unknown``: GPU seconds of one whose record has no time."""
+def _shared(rows: Sequence[Mapping[str, Any]], unknown: float) -> float:
+    """GPU minutes of runs that shared the device; ``unknown``: seconds of one whose record has no time."""
     return sum(row["seconds"] / row["workers"] if "seconds" in row else unknown for row in rows) / 60

@@ -61,7 +61,7 @@ def test_spent_minutes_are_shared_by_processes() -> None:
 
 def test_minutes_of_the_encoders_runs_are_those_recorded() -> None:
     rows = [{"seconds": 90.0, "workers": 3}, {}]
-    assert budget._encoder(rows, 30.0) == 1.0
+    assert budget._shared(rows, 30.0) == 1.0
     recorded = [row for row in Lines(encoder_length.RESULT).rows if "seconds" not in row]
     assert len(recorded) == 136
     assert (budget.spent(None, "encoder") or 0) >= 136 * 22.5 / 60

@@ -70,7 +70,7 @@ def test_the_settings_of_several_networks_are_those_recorded() -> None:
 
 
 def test_the_verdict_takes_the_mean_over_networks_where_all_are_recorded(tmp_path: Path) -> None:
-    """Recorded here as if CG's one bad network of the second seed had been chance."""
+    """Recorded here as if KFAC cost more than CG."""
     lines, accuracy = Lines(tmp_path / "x.jsonl"), {"clean": 58.0, "TGDA-CG": 57.0, "TGDA-KFAC-EMP": 54.0}
     for method, base in accuracy.items():
         for seed in (2, 1, 3):
@@ -89,7 +89,7 @@ def test_the_verdict_takes_the_mean_over_networks_where_all_are_recorded(tmp_pat
     lines.append({"model": "CNN", "method": "TGDA-CG", "seed": 1, "network": 2, "test": 9.0})
     assert poisoning_page.by_networks(tmp_path / "x.jsonl") == {}  # no other seed has this many
     result = Result.read(records.RESULTS / "paper" / "poisoning-small.json")
-    assert poisoning_page.verdict(result).verdict is Verdict.REFUSED
+    assert poisoning_page.verdict(result).verdict is Verdict.FAILED
     result.figures["networks"] = found
     judged = poisoning_page.verdict(result)
     assert judged.verdict is Verdict.TREND and "TGDA-CG 1.00, TGDA-KFAC-EMP 4.00; KFAC less CG +3.00" in judged.because

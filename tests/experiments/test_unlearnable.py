@@ -387,11 +387,9 @@ def test_the_page_has_the_recorded_figures() -> None:
     text = (records.PAGES / "unlearnable.md").read_text("utf-8")
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
     shown = {row[0].split(" (")[0]: row[1:] for row in rows if len(row) == 6}
-    first, longer = unlearnable_page.tables(found)[:2]
-    after = {row[0]: row for row in longer.rows}
-    for method, resnet_printed, resnet, _, _, cnn_printed, short, *_ in first.rows[:6]:
-        _, resnet_long, long = after.get(method, ("", "–", "–"))
-        later = ("", resnet) if method in ("None", "EM") else (long, resnet_long)
-        cells = [cnn_printed, short, later[0], resnet_printed, later[1]]
-        assert shown[method] == [cell.replace("–", "not run") for cell in cells]
-    assert unlearnable.RECIPES[0].judge(found).verdict is Verdict.REFUSED and "no verdict" in text
+    judged, shorter = unlearnable_page.tables(found)[:2]
+    before = {row[0]: row[2] for row in shorter.rows}
+    for method, resnet_printed, resnet, _, _, cnn_printed, ours, *_ in judged.rows[:6]:
+        lengths = [before[method], ours] if method in before else [ours, ""]
+        assert shown[method] == [cnn_printed, *lengths, resnet_printed, resnet]
+    assert unlearnable.RECIPES[0].judge(found).verdict is Verdict.FAILED and "not reproduced" in text
