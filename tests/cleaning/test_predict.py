@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from torch import nn
 import hyperkron as hk
 from blobs import Blobs, blobs, quicken
 from hyperkron.cleaning import CleanConfig
+from hyperkron.cleaning.data import read_pair
+from hyperkron.cleaning.folder import RunFolder
 from hyperkron.cleaning.models import HASHED
 from hyperkron.cli import main
 from hyperkron.solution import HyperkronError, HyperkronWarning
@@ -84,6 +87,27 @@ def test_ids_are_in_every_file_and_not_learnt_from(table: tuple[Path, hk.CleanRe
     suspects = [json.loads(line) for line in (folder / "run" / "suspects.jsonl").read_text().splitlines()]
     assert suspects and all(s["id"] == {"customer": f"C-{s['row']}"} for s in suspects)
     assert "customer" not in json.loads((folder / "run" / "inputs.json").read_text())["roles"]["features"]
+
+
+def test_a_missing_id_is_empty_in_every_file(table: tuple[Path, hk.CleanResult], tmp_path: Path) -> None:
+    """None and NaN are no ids; the text NA is one, and one with a return stays in its cell."""
+    ids, texts = [None, float("nan"), "NA", 7, "a\rb"], ["", "", "NA", "7", "a\rb"]
+    new = [{"customer": id, "across": i, "up": i, "side": "left", "label": "AB"[i % 2]} for i, id in enumerate(ids)]
+    (tmp_path / "new.jsonl").write_text("".join(json.dumps(row) + "\n" for row in new))
+    for out in ("p.csv", "p.jsonl"):
+        assert main(["predict", str(table[0] / "run"), str(tmp_path / "new.jsonl"), "-o", str(tmp_path / out)]) == 0
+    lines = (tmp_path / "p.jsonl").read_text().splitlines()
+    assert [json.loads(line)["id"]["customer"] for line in lines] == [None, None, "NA", 7, "a\rb"]
+    scores = {"error_probability": torch.ones(5), "weight": torch.zeros(5), "history": torch.ones(5, 1)}
+    scores |= {"suspect": torch.ones(5, dtype=torch.bool), "suggested": torch.zeros(5, dtype=torch.long)}
+    folder = RunFolder(tmp_path / "run", new=True)
+    trusted = {"up": [8, 9], "label": ["A", "B"]}
+    folder.write_rows(read_pair(tmp_path / "new.jsonl", trusted, id="customer", features=["up"])[0], scores)
+    for file in (tmp_path / "p.csv", tmp_path / "run" / "rows.csv"):
+        found = csv.DictReader(io.StringIO(file.read_bytes().decode(), newline=""), strict=True)
+        assert [line["customer"] for line in found] == texts
+    suspects = [json.loads(line) for line in (tmp_path / "run" / "suspects.jsonl").read_text().splitlines()]
+    assert [line["id"]["customer"] for line in suspects] == texts
 
 
 def test_columns_that_are_missing_or_odd_are_named(table: tuple[Path, hk.CleanResult], data: Blobs) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import csv
 import errno
 import hashlib
 import io
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hyperkron.cleaning.data import Labelled, RowHashes
+from hyperkron.cleaning.data.kept import csv_line
 from hyperkron.cleaning.fields import FORMAT, REMEDY, read_object
 from hyperkron.cleaning.recorded import digest
 from hyperkron.cleaning.stages import SharedStages, Stages
@@ -230,14 +230,12 @@ class RunFolder:
         given = ["" if k < 0 else train.classes[k] for k in train.labels.tolist()]
         suggested = [train.classes[k] for k in scores["suggested"].tolist()]
         ids = {f"id {name}" if name in _COLUMNS else name: values for name, values in train.ids.items()}
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(["row", *ids, *_COLUMNS[1:]])
+        table = [csv_line(["row", *ids, *_COLUMNS[1:]])]
         for i, row in enumerate(train.rows.tolist()):
             numbers = [f"{x[i]:.6f}" if given[i] else "" for x in (probability, weight)]
-            known = [values[i] for values in ids.values()]
-            writer.writerow([row, *known, given[i], suggested[i], *numbers, str(suspect[i]).lower()])
-        self._put("rows.csv", text.getvalue().encode("utf-8", "surrogatepass"))
+            known = ["" if values[i] is None else str(values[i]) for values in ids.values()]
+            table.append(csv_line([str(row), *known, given[i], suggested[i], *numbers, str(suspect[i]).lower()]))
+        self._put("rows.csv", "".join(table).encode("utf-8", "surrogatepass"))
         gone = sorted((int(row), why) for why, rows in train.left_out.items() for row in rows)
         self._put("left_out.csv", "".join(f"{row},{why}\n" for row, why in [("row", "why"), *gone]).encode("utf-8"))
         order = scores["error_probability"].argsort(descending=True, stable=True).tolist()
@@ -246,7 +244,7 @@ class RunFolder:
             lines.append(
                 {
                     "row": int(train.rows[i]),
-                    "id": {name: str(values[i]) for name, values in ids.items()},
+                    "id": {name: "" if values[i] is None else str(values[i]) for name, values in ids.items()},
                     "given": given[i],
                     "suggested": suggested[i],
                     "error_probability": round(probability[i], 6),

@@ -27,6 +27,7 @@ from hyperkron.training.writing import put, read_plain
 
 MAJORITY = "the labels written are the majority of the votes on each row, apart from those that were changed."
 """What is said where a file of several labels per row gets one."""
+_PLAIN = (int, float, type(None))
 FORMATS = (".csv", ".jsonl")
 """What predictions are written as."""
 
@@ -229,7 +230,10 @@ def _line(row: int, ids: dict[str, Any], classes: tuple[str, ...], probabilities
     each = {name: round(p, 6) if known else None for name, p in zip(classes, probabilities, strict=True)}
     return {
         "row": row,
-        "id": {name: value if isinstance(value, (int, float)) else str(value) for name, value in ids.items()},
+        "id": {
+            name: value if value is None or isinstance(value, (int, float)) else str(value)
+            for name, value in ids.items()
+        },
         "label": classes[best] if known else None,
         "probability": round(probabilities[best], 6) if known else None,
         "probabilities": each,

@@ -163,6 +163,7 @@ def write_npz(place: Place, kept: Kept) -> bytes:
             raise NoLabelColumn(f"{y!r} of {place.path.name} holds the votes of several annotators, not one label.")
         if "classes" in content and old.dtype.kind in "iu":
             kept = kept.numbered([str(name) for name in content["classes"].tolist()])
+        kept = kept.like(content[y])
         labels = [kept.label(row, value) for row, value in zip(rows, old.tolist(), strict=True)]
         try:
             cut[y] = np.asarray(labels, dtype=None if old.dtype.kind == "U" else old.dtype)

@@ -97,6 +97,7 @@ def arrow_bytes(table: Any, kept: Kept, column: str, name: str) -> bytes:
         at = table.column_names.index(column)
         field = table.schema.field(at)
         plain = field.type.value_type if arrow.types.is_dictionary(field.type) else field.type
+        kept = kept.like(table.column(at).to_pylist())
         labels = [kept.label(row, old) for row, old in zip(rows, found.column(at).to_pylist(), strict=True)]
         try:
             values = arrow.array(labels, type=plain).cast(field.type)

@@ -8,7 +8,7 @@ from typing import Any
 
 from hyperkron.cleaning.data.kept import Kept
 from hyperkron.cleaning.data.labelled import Frame, Place
-from hyperkron.cleaning.data.limits import Bounds, ReadOptions, charset_of, read_bounded, read_text
+from hyperkron.cleaning.data.limits import Bounds, ReadOptions, encoded, read_text
 from hyperkron.cleaning.data.spreadsheets import lines
 from hyperkron.solution import HyperkronError
 
@@ -95,11 +95,11 @@ def write_json(place: Place, kept: Kept) -> bytes:
     kept.require_suffix(name, *((".json",) if as_list else (".jsonl", ".ndjson", ".jsonl.gz")))
     records = _records(place)
     column = kept.label_column(name, _names(records))
-    charset = charset_of(read_bounded(place.path, place.options), place.options.charset)
+    kept = kept.like([value.get(column) for value, _ in records]) if column else kept
     if not as_list:
-        return lines_of(records, kept, column, name).encode(charset)
+        return encoded(lines_of(records, kept, column, name), place.path, place.options)
     values = [kept.relabelled(row, records[row][0], column) for row in kept.within(len(records), name)]
-    return (json.dumps(values, ensure_ascii=False, indent=1) + "\n").encode(charset)
+    return encoded(json.dumps(values, ensure_ascii=False, indent=1) + "\n", place.path, place.options)
 
 
 def lines_of(records: list[Record], kept: Kept, column: str, name: str) -> str:
@@ -108,5 +108,7 @@ def lines_of(records: list[Record], kept: Kept, column: str, name: str) -> str:
     for row in kept.within(len(records), name):
         value, text = records[row]
         new = kept.relabelled(row, value, column)
-        parts.append((text if new is value else json.dumps(new, ensure_ascii=False)).rstrip("\r\n") + "\n")
+        line = text.rstrip("\r\n")
+        end = text[len(line) :] or "\n"
+        parts.append((line if new is value else json.dumps(new, ensure_ascii=False)) + end)
     return "".join(parts)

@@ -7,13 +7,14 @@ import io
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from hyperkron.cleaning.data.files import listing, np, several
 from hyperkron.cleaning.data.roles import label_column
-from hyperkron.cleaning.data.values import Array, composed, is_missing
+from hyperkron.cleaning.data.values import Array, Values, cells, composed, is_missing, label_names
 from hyperkron.solution import HyperkronError, HyperkronWarning
 
 Formulas: TypeAlias = Literal["keep", "escape", "refuse"]
@@ -81,22 +82,33 @@ class Kept:
         numbers = {name: i for i, name in enumerate(classes)}
         return replace(self, labels={row: numbers.get(name, name) for row, name in self.labels.items()})
 
+    def like(self, column: Values) -> Kept:
+        """With new labels as other rows of the column write them (2, true, "2.0"), so that they are read as before."""
+        values = [value for value in cells(column) if not is_missing(value)]
+        names = label_names(values, "the column of the labels")
+        written = dict(zip(reversed(names), reversed(values), strict=True))  # the first of each class
+        kinds = {type(value) for value in values}
+        forms = (*(kind for kind in (int, float) if kind in kinds), "{}.0".format, str)
+
+        def here(name: str) -> Any:
+            if name in written:
+                value = written[name]
+                return composed(value.strip()) if isinstance(value, str) else value
+            for form in forms:
+                with suppress(ValueError):
+                    if label_names([*written.values(), form(name)], "labels") == [*written, name]:
+                        return form(name)
+            return name
+
+        new = {name: here(name) for name in set(self.labels.values()) if isinstance(name, str)}
+        return replace(self, labels={row: new.get(name, name) for row, name in self.labels.items()})
+
     def label(self, row: int, old: Any) -> Any:
-        """The label of a row, of the type of the old one: a number stays a number.
+        """The label of a row.
 
         Where others change, one that stays is written in their form of Unicode too, or one class would have two names.
         """
-        new = self.labels.get(row, composed(old) if self.labels and isinstance(old, str) else old)
-        if new is old or not isinstance(new, str):
-            return new
-        if isinstance(old, bool):
-            return new == "true"
-        if isinstance(old, (int, float)) and not is_missing(old):
-            try:
-                return type(old)(new)
-            except ValueError:
-                return new
-        return new
+        return self.labels.get(row, composed(old) if self.labels and isinstance(old, str) else old)
 
     def relabelled(self, row: int, record: dict[str, Any], column: str) -> dict[str, Any]:
         """A record with its label; the very same where that stays."""
@@ -108,8 +120,8 @@ class Kept:
 def csv_line(fields: Sequence[str], delimiter: str = ",", end: str = "\n") -> str:
     """One record as text."""
     line = io.StringIO(newline="")
-    csv.writer(line, delimiter=delimiter, lineterminator=end).writerow(fields)
-    return line.getvalue()
+    csv.writer(line, delimiter=delimiter, lineterminator="\r\n").writerow(fields)  # a lone \r is put in quotes, too
+    return line.getvalue().removesuffix("\r\n") + end
 
 
 def is_formula(cell: str) -> bool:

@@ -128,6 +128,18 @@ def charset_of(data: bytes, charset: str) -> str:
     return "utf-8-sig" if data.startswith(b"\xef\xbb\xbf") else "utf-8"
 
 
+def encoded(text: str, path: Path, options: ReadOptions) -> bytes:
+    """A text in the encoding of a file; an error that says what to do where that has no such letters."""
+    charset = charset_of(read_bounded(path, options), options.charset)
+    try:
+        return text.encode(charset)
+    except UnicodeEncodeError as error:
+        raise HyperkronError(
+            f"{text[error.start : error.end]!r:.60} of a new label cannot be written in {charset}, the encoding of "
+            f"{path.name}; save that file as UTF-8 and clean it again, or use the labels of rows.csv."
+        ) from error
+
+
 def read_text(path: Path, options: ReadOptions) -> str:
     """The text of a file; an error that says where and what to do when it is of another encoding."""
     data = read_bounded(path, options)

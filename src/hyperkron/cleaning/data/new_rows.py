@@ -17,7 +17,7 @@ from hyperkron.cleaning.data.labelled import Frame, Kind, Labelled, Raw, Roles, 
 from hyperkron.cleaning.data.limits import ReadOptions
 from hyperkron.cleaning.data.roles import column_inputs, infer_input
 from hyperkron.cleaning.data.sources import in_memory, locate, split_source
-from hyperkron.cleaning.data.values import Array, Columns, cells, gaps
+from hyperkron.cleaning.data.values import Array, Columns, cells, gaps, ids_of
 from hyperkron.solution import HyperkronError
 
 _FORMS = (
@@ -182,7 +182,7 @@ class InputForm:
             inputs = pick(inputs, rows)
             if self.kind == "text" and (blank := sum(not text.strip() for text in inputs)):
                 notes.append(f"{frame.name}: {several(blank, 'row')} without a text; do not rely on their answers.")
-        return NewRows(inputs, rows, len(frame), {name: cells(frame.columns[name]) for name in kept}, tuple(notes))
+        return NewRows(inputs, rows, len(frame), {name: ids_of(frame.columns[name]) for name in kept}, tuple(notes))
 
 
 def _open_path(source: str | os.PathLike[str], options: ReadOptions, shape: tuple[int, ...] | None) -> Frame | Raw:

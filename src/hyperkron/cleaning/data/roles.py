@@ -10,7 +10,7 @@ from hyperkron.cleaning.data.files import listing, nearest, np
 from hyperkron.cleaning.data.images import SUFFIXES, load_images
 from hyperkron.cleaning.data.labelled import Frame, Kind, Raw, Roles
 from hyperkron.cleaning.data.limits import ReadOptions
-from hyperkron.cleaning.data.values import Array, Values, as_number, cells, flags, gaps, is_missing, label_names
+from hyperkron.cleaning.data.values import Array, Values, as_number, cells, flags, gaps, ids_of, is_missing, label_names
 from hyperkron.cleaning.data.votes import FURTHER, from_columns, gathered
 from hyperkron.solution import HyperkronError
 
@@ -185,7 +185,7 @@ def frame_rows(frame: Frame, asked: Roles, options: ReadOptions, shape: tuple[in
     kind: Kind = "text" if found.text is not None else "image" if found.features is None else "table"
     inputs, broken, seen = column_inputs(frame, found, options, shape)
     messages = (*frame.messages, *seen, *notes)
-    ids = {name: cells(frame.columns[name]) for name in found.id}
+    ids = {name: ids_of(frame.columns[name]) for name in found.id}
     raw = Raw(
         frame.name,
         kind,

@@ -15,7 +15,7 @@ from hyperkron.cleaning.data.checks import header_note
 from hyperkron.cleaning.data.files import listing, nearest
 from hyperkron.cleaning.data.kept import FormulaCells, Kept, csv_line, csv_table
 from hyperkron.cleaning.data.labelled import Frame, Place
-from hyperkron.cleaning.data.limits import Bounds, ReadOptions, charset_of, read_bounded, read_text
+from hyperkron.cleaning.data.limits import Bounds, ReadOptions, encoded, read_text
 from hyperkron.cleaning.data.values import Cells
 from hyperkron.solution import HyperkronError
 from hyperkron.validation import need
@@ -23,6 +23,8 @@ from hyperkron.validation import need
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 _SEPARATOR = re.compile(r'\s*"?sep=([,;|\t])"?[ \t]*(?:\r\n|\r|\n)', re.IGNORECASE)
 """The line by which Excel is told the separator of a file, before its header."""
+_AS_THEY_ARE: dict[str, Any] = {"keep_default_na": False, "na_values": [""]}
+"""For pandas: only an empty cell of a sheet is missing; what other texts mean is decided as for all tables."""
 _CROWDED = 10  # times max_columns: marks in a line that is refused before it is split
 
 
@@ -158,6 +160,7 @@ def write_csv(place: Place, kept: Kept) -> bytes:
     file = _open(path, options, texts=True)
     end = "\r\n" if file.head.endswith("\r\n") else "\n"
     at = file.header.index(kept.label_column(path.name, file.header)) if kept.labels else -1
+    kept = kept.like([fields[at] for fields, _ in file.records]) if kept.labels else kept
     cells = FormulaCells(kept.formulas, file.header)
 
     def written(fields: list[str], text: str, row: int | None = None) -> str:
@@ -172,7 +175,7 @@ def write_csv(place: Place, kept: Kept) -> bytes:
     parts = [file.before, written(file.header, file.head)]
     parts += [written(*file.records[row], row) for row in kept.within(len(file.records), path.name)]
     cells.tell(path.name)
-    return "".join(parts).encode(charset_of(read_bounded(path, options), options.charset))
+    return encoded("".join(parts), path, options)
 
 
 def _sheet(place: Place) -> Any:
@@ -184,7 +187,7 @@ def _sheet(place: Place) -> Any:
         if path.suffix.lower() != ".xls":
             with zipfile.ZipFile(path) as archive:
                 bounds.check("max_bytes", sum(entry.file_size for entry in archive.infolist()))
-        found = pandas.read_excel(path, sheet_name=place.part or 0, dtype=object)
+        found = pandas.read_excel(path, sheet_name=place.part or 0, dtype=object, **_AS_THEY_ARE)
     except HyperkronError:
         raise
     except Exception as error:  # the readers raise errors of several libraries
@@ -222,6 +225,7 @@ def write_excel(place: Place, kept: Kept) -> bytes:
     frame = read_excel(place)
     header = list(frame.columns)
     column = kept.label_column(place.name, header)
+    kept = kept.like(frame.columns[column]) if column else kept
 
     def fields(row: int) -> list[str]:
         record = kept.relabelled(row, {name: frame.columns[name][row] for name in header}, column)

@@ -87,6 +87,11 @@ def cells(values: Values) -> list[Any]:
     return values if isinstance(values, list) else list(values.tolist())
 
 
+def ids_of(values: Values) -> list[Any]:
+    """The cells of a column of ids, None where there is none; a text such as "NA" is an id."""
+    return [value if isinstance(value, str) or not is_missing(value) else None for value in cells(values)]
+
+
 def gaps(values: Values) -> Array:
     """Which cells of a column hold no value."""
     found = _floats(values) if isinstance(values, list) else values
