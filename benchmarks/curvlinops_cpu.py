@@ -30,8 +30,8 @@ from curvlinops import KFACInverseLinearOperator, KFACLinearOperator
 from torch import Tensor, nn
 
 import hyperkron as hk
-from hyperkron.cleaning.models import resnet18
 from hyperkron.evaluation.point import Point
+from resnet import resnet18
 from transformer import TransformerClassifier
 
 SEED = 0

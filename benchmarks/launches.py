@@ -28,7 +28,6 @@ from workloads import INNER_STEPS, Workload, _batches
 
 import hyperkron as hk
 from hyperkron import cross, trees
-from hyperkron.cleaning.models import resnet18
 from hyperkron.curvature.kfac import diagonals, factors, grams, inverse, kronecker, layers, recorder
 from hyperkron.evaluation import point, snapshot
 from hyperkron.hypergradient import implicit, passes
@@ -36,6 +35,7 @@ from hyperkron.kernels import linalg, split_products
 from hyperkron.kernels.execution import Execution
 from hyperkron.losses import classification
 from hyperkron.solvers import Direct
+from resnet import resnet18
 
 SHRINK = 16
 """Width and batch are divided by this, and so are the sizes by which the library decides."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import hyperkron as hk
-from hyperkron.cleaning.models import resnet18
+from resnet import resnet18
 from transformer import TransformerClassifier
 
 INNER_STEPS = 10

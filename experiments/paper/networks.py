@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hyperkron.cleaning.models.resnet import BasicBlock, ResNet
+from support.resnet import BasicBlock, ResNet
 
 Made = TypeVar("Made", bound=nn.Module)
 

@@ -27,12 +27,12 @@ from experiments.paper.tuning import Setting
 from hyperkron.algorithms import AID, BOME, BSG1, BVFSM, MRBO, AmIGO, InnerOnly, Rate, StocBiO, StochasticNeumann
 from hyperkron.algorithms.base import Algorithm, StepReport
 from hyperkron.batches import Source
-from hyperkron.cleaning.models import resnet18
 from hyperkron.curvature import GGN
 from hyperkron.hyper import SampleWeights
 from hyperkron.hypergradient import Hypergradient, cg, ekfac, gradient_descent, identity, kfac, neumann
 from hyperkron.solution import HyperkronError
 from hyperkron.training import Box, Callback, Run, fit
+from support.resnet import resnet18
 
 INNER_STEPS = 10
 DECAY = 5e-4

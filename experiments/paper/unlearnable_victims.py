@@ -14,10 +14,10 @@ from experiments.paper.networks import seeded
 from experiments.paper.unlearnable_networks import cnn, crop_and_flip, published
 from hyperkron import losses
 from hyperkron.algorithms import InnerOnly, Updates
-from hyperkron.cleaning.models import resnet18
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HyperkronError
 from hyperkron.training import fit
+from support.resnet import resnet18
 
 Part = tuple[Tensor, Tensor]
 Victim = Literal["CNN", "ResNet-18"]

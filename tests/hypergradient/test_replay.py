@@ -16,11 +16,11 @@ from torch import nn
 import hyperkron as hk
 import replaying
 from hyperkron import solution
-from hyperkron.cleaning.models import resnet18
 from hyperkron.curvature import KroneckerState
 from hyperkron.hypergradient import recordings, replay
 from hyperkron.kernels.execution import Execution
 from replaying import METHOD, PROBLEM, Batch, Rerun, batch, close, inner, made, network, outer, trained
+from resnet import resnet18
 
 device = replaying.device
 

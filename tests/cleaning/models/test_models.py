@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from hyperkron.cleaning.models import resnet18
 from hyperkron.curvature import KFAC
 from hyperkron.solution import HyperkronError
+from resnet import resnet18
 from transformer import TransformerClassifier
 
 

@@ -4,14 +4,11 @@ from hyperkron.cleaning.models.encoder import EncoderUnavailable, TextEncoder, c
 from hyperkron.cleaning.models.encoder_head import EncoderHead, Hidden
 from hyperkron.cleaning.models.hashed_ngrams import HASHED, HashedNgrams, load_encoder
 from hyperkron.cleaning.models.networks import default_model, linear, load_callable, mlp, small_cnn
-from hyperkron.cleaning.models.resnet import ResNet, resnet18
 
 __all__ = [
     "linear",
     "mlp",
     "small_cnn",
-    "ResNet",
-    "resnet18",
     "TextEncoder",
     "EncoderHead",
     "EncoderUnavailable",

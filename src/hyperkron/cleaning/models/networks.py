@@ -92,7 +92,7 @@ def small_cnn(channels: int, size: int, classes: int, width: int = 32) -> nn.Seq
     _check(channels=channels, classes=classes, width=width)
     if not SMALLEST <= size <= LARGEST:
         raise HyperkronError(
-            f"size={size!r} must lie between {SMALLEST} and {LARGEST} pixels; scale the images, or use resnet18."
+            f"size={size!r} must lie between {SMALLEST} and {LARGEST} pixels; scale the images, or pass your network."
         )
     parts: list[nn.Module] = [_PixelByPixel()]
     for stage, halve in enumerate(_halvings(size)):
@@ -185,8 +185,8 @@ def load_callable(name: str) -> Callable[..., Any]:
         name: such as ``"mypackage.models:build"``; letters, digits, ``_`` and ``.`` around one ``:``.
 
     Example:
-        >>> load_callable("hyperkron.cleaning.models:resnet18").__name__
-        'resnet18'
+        >>> load_callable("hyperkron.cleaning.models:small_cnn").__name__
+        'small_cnn'
     """
     if not isinstance(name, str) or not _NAME.match(name):
         raise HyperkronError(f'model={name!r:.100} must read "module:callable", such as "mypackage.models:build".')
