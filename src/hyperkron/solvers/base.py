@@ -148,7 +148,7 @@ class Solver(ABC):
         return value, solution.then(lambda found: replace(found, value=value))
 
     def _record(self, system: LinearSystem, execution: Execution) -> tuple[Tree, Pending[Solution]]:
-        """:meth:`record` for a checked system; see ``recorded.py``."""
+        """:meth:`record` for a checked system; see ``iteration.py``."""
         raise NotImplementedError
 
     def check_graph(self) -> None:
@@ -187,11 +187,6 @@ def _non_finite(argument: str, tree: Tree, look: str) -> str:
 
 def _prepared(tree: Tree) -> Tree:
     return trees.widened(trees.map(Tensor.detach, tree))
-
-
-def finite_or_none(residual: float) -> float | None:
-    """``residual`` if it is finite, else ``None``."""
-    return residual if math.isfinite(residual) else None
 
 
 def signed_square(r: Tree, z: Tree) -> Tensor:

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
-
-import torch
+from typing import ClassVar
 
 from hyperkron import trees
 from hyperkron.curvature.base import Invertible, Operator
-from hyperkron.kernels.execution import Execution, Pending, read
-from hyperkron.solution import Solution, Status
-from hyperkron.solvers.base import LinearSystem, Solver, finite_or_none
-from hyperkron.solvers.recorded import recorded_cg
+from hyperkron.solution import Solution
+from hyperkron.solvers.base import LinearSystem
+from hyperkron.solvers.iteration import Code, IterativeSolver, Outcome, Read, first, non_finite, possible, sqrt, where
 from hyperkron.solvers.stacked import stacked_cg
 from hyperkron.trees import Tree
 from hyperkron.validation import check_interval, check_whole
 
 
 @dataclass(frozen=True)
-class CG(Solver):
+class CG(IterativeSolver):
     """Conjugate gradients on (A + δI) v = b, one product for each iteration, returning the last iterate.
 
     With r₀ = b − Av₀, z = M⁻¹r (z = r without a preconditioner) and p₀ = z₀::
@@ -60,76 +57,51 @@ class CG(Solver):
         remedy = "it is a relative residual, such as 1e-6"
         check_interval("tolerance", self.tolerance, 0, 1, brackets="[)", remedy=remedy)
 
-    def _solve(self, system: LinearSystem) -> Solution:
+    def _iterate(self, system: LinearSystem, read: Read) -> tuple[Tree, int, Outcome]:
         operator, b, start, eps = system.operator, system.b, system.start, system.epsilon
         r, products = system.residual()
         v, norm = trees.zeros_like(b) if start is None else start, trees.norm(b)
         size, left = read(norm, norm if start is None else trees.norm(r))
         residual, goal = left / size, max(self.tolerance, eps)
-        if not math.isfinite(residual):
-            return Solution(v, Status.NON_FINITE, products=products)
-        if residual <= goal:
-            return Solution(v, Status.CONVERGED, products=products, residual=residual)
+        end = Outcome(first((Code.NON_FINITE, non_finite(residual)), (Code.CONVERGED, residual <= goal)), 0, residual)
+        if end.stopped:
+            return v, products, end
 
         p = z = system.preconditioned(r)
-        rz = trees.dot(r, z)
-        largest, iterations = 0.0, 0
-        for _ in range(self.iterations):
+        rz, largest = trees.dot(r, z), 0.0
+        for done in range(1, self.iterations + 1):
             product = operator.matvec(p)
             products += 1
             curvature = trees.dot(p, product)
             step = rz / curvature
             v_next, r = trees.add(v, p, alpha=step), trees.add(r, product, alpha=-step)
             rr = trees.dot(r, r)
-            facts = _Facts(*read(rz, curvature, trees.dot(p, p), trees.dot(product, product), rr))
-            largest = max(largest, facts.norm)
-            status = facts.breakdown(eps * largest)
-            if status is not Status.BUDGET:
-                break
-            v, residual, iterations = v_next, math.sqrt(facts.rr) / size, iterations + 1
-            if residual <= goal:
-                status = Status.CONVERGED
-                break
-            if iterations == self.iterations:
+
+            square, bend, pp, qq, left = read(rz, curvature, trees.dot(p, p), trees.dot(product, product), rr)
+            norm = sqrt(qq / where(pp > 0.0, pp, math.inf))  # a lower bound of ‖A‖
+            largest = where(norm > largest, norm, largest)
+            status = first(
+                (Code.NON_FINITE, non_finite(square, bend, pp, qq)),
+                (Code.NONPOSITIVE_CURVATURE, (square <= 0.0) | (bend <= eps * largest * pp)),
+                (Code.NON_FINITE, non_finite(left)),
+                (Code.CONVERGED, sqrt(left) / size <= goal),
+            )
+            stuck, usable = status == Code.NONPOSITIVE_CURVATURE, status <= Code.CONVERGED
+            v = where(end.running & usable, v_next, v)
+            residual = where(usable, sqrt(left) / size, residual)
+            if done == 1 and start is None and possible(stuck):  # p₀ is the value, or b if the preconditioner is bad
+                (left,) = read(trees.norm(trees.subtract(b, product)))
+                v = where(stuck, trees.scale(where(square <= 0.0, b, p), 1.0), v)
+                residual = where(stuck, where(square <= 0.0, math.nan, left / size), residual)
+            end.update(status, where(usable, done, done - 1), residual)
+            if end.stopped or done == self.iterations:
                 break
             z = system.preconditioned(r)
             rz_next = rr if z is r else trees.dot(r, z)
             p, rz = trees.add(z, p, alpha=rz_next / rz), rz_next
-
-        if status is not Status.NONPOSITIVE_CURVATURE or iterations > 0 or start is not None:
-            return Solution(v, status, iterations, products, residual)
-        if facts.rz <= 0.0:  # the preconditioner is at fault
-            return Solution(trees.map(torch.clone, b), status, 0, products)
-        (left,) = read(trees.norm(trees.subtract(b, product)))
-        return Solution(trees.map(torch.clone, p), status, 0, products, finite_or_none(left / size))
+        return v, products, end
 
     def solve_stacked(self, operator: Operator, b: Tree, *, preconditioner: Invertible | None = None) -> Solution:
         """Solve all systems together, with one batched product per iteration; each system stops on its own."""
         self._check(LinearSystem(operator, b, None, preconditioner))
         return stacked_cg(operator, b, preconditioner, self.iterations, self.tolerance)
-
-    def _record(self, system: LinearSystem, execution: Execution) -> tuple[Tree, Pending[Solution]]:
-        return recorded_cg(system, execution, self.iterations, self.tolerance)
-
-
-class _Facts(NamedTuple):
-    """The numbers that decide whether an iteration succeeded: rᵀz, pᵀAp, ‖p‖², ‖Ap‖² and the new ‖r‖²."""
-
-    rz: float
-    curvature: float
-    pp: float
-    qq: float
-    rr: float
-
-    @property
-    def norm(self) -> float:
-        """‖Ap‖/‖p‖, a lower bound of ‖A‖."""
-        return math.sqrt(self.qq / self.pp) if self.pp > 0.0 else 0.0
-
-    def breakdown(self, rounding: float) -> Status:
-        """Why the iteration failed; ``BUDGET`` if it succeeded."""
-        if not all(map(math.isfinite, self[:4])):
-            return Status.NON_FINITE
-        if self.rz <= 0.0 or self.curvature <= rounding * self.pp:
-            return Status.NONPOSITIVE_CURVATURE
-        return Status.BUDGET if math.isfinite(self.rr) else Status.NON_FINITE

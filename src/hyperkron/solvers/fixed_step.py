@@ -6,16 +6,16 @@ import math
 from abc import abstractmethod
 
 from hyperkron import trees
-from hyperkron.kernels.execution import Execution, Pending, read
+from hyperkron.kernels.execution import read
 from hyperkron.solution import HyperkronError, Solution, Status
-from hyperkron.solvers.base import LinearSystem, Solver, finite_or_none, signed_norm, signed_square
-from hyperkron.solvers.recorded import recorded_fixed_step
+from hyperkron.solvers.base import LinearSystem, signed_norm, signed_square
+from hyperkron.solvers.iteration import Code, IterativeSolver, Outcome, Read, first, non_finite, possible, sqrt, where
 from hyperkron.solvers.spectrum import power_iteration
 from hyperkron.trees import Tree
 from hyperkron.validation import check_positive, check_whole
 
 
-class FixedStep(Solver):
+class FixedStep(IterativeSolver):
     """``updates`` times v ← v + ηz, r ← r − ηAz, z = M⁻¹r, from r = b − A·start; without a preconditioner M = I.
 
     The residual is updated by b − A(v + ηz) = r − ηAz. So the last update needs no product, and from v₀ = 0 neither
@@ -50,64 +50,74 @@ class FixedStep(Solver):
                 "the device; pass step=, a number below 2/λmax, or graph=False."
             )
 
-    def _record(self, system: LinearSystem, execution: Execution) -> tuple[Tree, Pending[Solution]]:
-        step = 1.0 if self.step is None else self.step  # None: with a preconditioner only
-        return recorded_fixed_step(system, execution, self.updates, step)
-
     def _solve(self, system: LinearSystem) -> Solution:
         if self.step is not None or system.preconditioner is not None:
-            return self._iterate(system, 1.0 if self.step is None else self.step, 0)
+            return super()._solve(system)
         b, start = system.b, system.start
         spectrum = power_iteration(system.operator, b, self.power_iterations, self.seed)
+        products = spectrum.products
         if not math.isfinite(spectrum.largest):
-            value = trees.zeros_like(b) if start is None else start
-            return Solution(value, Status.NON_FINITE, products=spectrum.products)
+            return Solution(trees.zeros_like(b) if start is None else start, Status.NON_FINITE, products=products)
         step = spectrum.safe_step if spectrum.largest > 0.0 else 1.0
         if spectrum.largest == 0.0 or spectrum.rayleigh < -system.epsilon * spectrum.largest:
             value = trees.scale(b, step) if start is None else start
-            return Solution(value, Status.NONPOSITIVE_CURVATURE, products=spectrum.products)
-        return self._iterate(system, step, spectrum.products)
+            return Solution(value, Status.NONPOSITIVE_CURVATURE, products=products)
+        value, more, end = self._iterate(system, read, step)
+        return end.solution(value, products + more)
 
-    def _iterate(self, system: LinearSystem, step: float, products: int) -> Solution:
-        """The iteration for a known step; ``products`` is the number of products used to find it."""
-        operator, b, start, preconditioner = system.operator, system.b, system.start, system.preconditioner
-        eps, z = system.epsilon, system.preconditioned(b)
+    def _iterate(self, system: LinearSystem, read: Read, step: float | None = None) -> tuple[Tree, int, Outcome]:
+        operator, b, start, eps = system.operator, system.b, system.start, system.epsilon
+        step = step or self.step or 1.0
+        z = system.preconditioned(b)
         norm = left = signed_norm(b, z)
-        r, spent = system.residual()
-        products += spent
+        r, products = system.residual()
         if start is not None:
             z = system.preconditioned(r)
             left = signed_norm(r, z)
-        size, first = read(norm, left)
-        if preconditioner is not None and (size < 0.0 or first < 0.0):
-            value = trees.scale(b, step) if start is None else start  # the identity instead of a bad M
-            return Solution(value, Status.NONPOSITIVE_CURVATURE, 0, products)
-        residual = first / size
-        if not math.isfinite(residual):
-            return Solution(trees.zeros_like(b) if start is None else start, Status.NON_FINITE, 0, products)
+        size, left = read(norm, left)
+        indefinite = (size < 0.0) | (left < 0.0)  # never without a preconditioner
+        residual = where(indefinite, math.nan, left / size)
+        status = first((Code.NONPOSITIVE_CURVATURE, indefinite), (Code.NON_FINITE, non_finite(residual)))
+        end = Outcome(status, status == Code.BUDGET, residual)
+        if end.stopped and status == Code.NON_FINITE:
+            return trees.zeros_like(b) if start is None else start, products, end
+        if start is None:
+            z = z if system.preconditioner is None else where(indefinite, b, z)  # the identity instead of a bad M
+            v = best = trees.scale(z, step)
+        else:
+            v, best = trees.add(start, z, alpha=step), start
 
-        v = trees.scale(z, step) if start is None else trees.add(start, z, alpha=step)
-        best, least, updates_to_best, done = v if start is None else start, residual, 0, 1
-        while done < self.updates:
+        least, updates_to_best = residual, 0
+        for done in range(1, self.updates):
+            if end.stopped:
+                break
             product = operator.matvec(z)
             products += 1
             curvature = trees.dot(z, product)
             r = trees.add(r, product, alpha=-step)
             z = system.preconditioned(r)
-            slope, square = read(curvature, signed_square(r, z))
-            if not math.isfinite(slope) or (preconditioner is not None and math.isnan(square)):
-                return Solution(v, Status.NON_FINITE, done, products)
-            residual = math.sqrt(square) / size if 0.0 <= square < math.inf else math.inf
+            curvature, square = read(curvature, signed_square(r, z))
+            lost = (square != square) & (system.preconditioner is not None)  # NaN
+            residual = where((square >= 0.0) & (square < math.inf), sqrt(square) / size, math.inf)
             grows = residual > least * (1.0 + math.sqrt(eps))
-            if residual <= least or (done == 1 and start is None):
-                best, least, updates_to_best = v, residual, done
-            if grows or square < 0.0:
-                status = Status.NONPOSITIVE_CURVATURE if slope < 0.0 or square < 0.0 else Status.DIVERGED
-                return Solution(best, status, updates_to_best, products, finite_or_none(least))
-            if residual <= eps:
-                return Solution(v, Status.CONVERGED, done, products, residual)
-            v, done = trees.add(v, z, alpha=step), done + 1
-        return Solution(v, Status.BUDGET, done, products, residual)
+            better = (residual <= least) | (done == 1 and start is None)
+            best = where(end.running & better, v, best)
+            least, updates_to_best = where(better, residual, least), where(better, done, updates_to_best)
+            status = first(
+                (Code.NON_FINITE, non_finite(curvature) | lost),
+                (Code.NONPOSITIVE_CURVATURE, (square < 0.0) | (grows & (curvature < 0.0))),
+                (Code.DIVERGED, grows),
+                (Code.CONVERGED, residual <= eps),
+            )
+            grown = (status == Code.NONPOSITIVE_CURVATURE) | (status == Code.DIVERGED)
+            end.update(
+                status,
+                where(grown, updates_to_best, where(status == Code.BUDGET, done + 1, done)),
+                where(grown, least, where(status == Code.NON_FINITE, math.nan, residual)),
+            )
+            if possible(end.running):
+                v = where(end.running, trees.add(v, z, alpha=step), v)
+        return where((end.status == Code.NONPOSITIVE_CURVATURE) | (end.status == Code.DIVERGED), best, v), products, end
 
 
 def check_step(step: float | None) -> None:
