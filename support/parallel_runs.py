@@ -187,7 +187,9 @@ def refusals(rank: int) -> dict[str, str]:
         with torch.no_grad():
             broken.get_parameter("scale").fill_(torch.nan)
     wrapped = nn.parallel.DistributedDataParallel(make(torch.float64)[1])
+    weights = hk.SampleWeights(EXAMPLES, init=0.5 + 0.1 * rank).double()
     return {
+        "hyper": refused(lambda: method.compute(hk.training.DataParallel(problem), model, weights, rows, trusted)),
         "different": refused(compute(problem, own)),
         "small": refused(compute(problem, tuple(x[:3] for x in rows))),
         "normalised": refused(compute(hk.BilevelProblem(normalised, outer), rows)),
@@ -248,6 +250,58 @@ def changing_use(divide: bool) -> dict[str, Tensor]:
     return method.compute(problem, model, hyper, (marked, y, index), (x, y)).grads
 
 
+class Branched(nn.Module):
+    """J_in does not use ``extra``; where ``calls`` it calls a layer once more without using the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.out, self.extra = nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(5, 3)
+        self.calls = False
+
+    def forward(self, x: Tensor, whole: bool = False) -> Tensor:
+        hidden = torch.tanh(self.mix(x))
+        if self.calls:
+            self.mix(x.square())
+        return self.out(hidden) + (self.extra(hidden) if whole else 0.0)  # type: ignore[no-any-return]
+
+
+def layers_without_use(divide: bool, calls: bool) -> dict[str, Tensor]:
+    """Hypergradients of a model of which J_in leaves out parameters, and calls of layers where ``calls``."""
+
+    def inner(model: nn.Module, weights: nn.Module, batch: tuple[Tensor, ...]) -> hk.losses.Loss:
+        return hk.losses.cross_entropy(model(batch[0]), batch[1], weight=weights(batch[2]))
+
+    def outer(model: nn.Module, weights: nn.Module, batch: tuple[Tensor, ...]) -> hk.losses.Loss:
+        return hk.losses.cross_entropy(model(batch[0], whole=True), batch[1])
+
+    methods = {
+        "kfac": hk.kfac(0.1),
+        "cg": hk.cg(3, 0.1),
+        "ggn": hk.cg(3, curvature=hk.curvature.GGN(0.1)),
+    }
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        model, weights = Branched().double(), hk.SampleWeights(9, init=0.7).double()
+        batch = torch.randn(9, 4, dtype=torch.float64), torch.arange(9) % 3, torch.arange(9)
+    model.calls = calls
+    problem = hk.BilevelProblem(inner, outer)
+    problem = hk.training.DataParallel(problem) if divide else problem
+    return {name: m.compute(problem, model, weights, batch, batch).grads["weight"] for name, m in methods.items()}
+
+
+def from_the_first(rank: int) -> bool:
+    """Whether each process continues from the state that the first one had of a method whose curvature is not kept."""
+    problem, model, hyper, *batches = make(torch.float64)
+    divided, method = hk.training.DataParallel(problem), hk.kfac(0.1)
+    method.compute(divided, model, hyper, *batches)
+    state = [method.state_dict()]
+    dist.broadcast_object_list(state, 0)
+    other = method.fresh()
+    other.load_state_dict(state[0])
+    found, wanted = (m.compute(divided, model, hyper, *batches).grads for m in (other, method))
+    return all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
 def ways_of_use(rank: int) -> dict[str, bool]:
     """What else must hold: batches of one's own, a wrapped model, masks of one's own, one random state and one loss."""
     problem, model, hyper, rows, trusted = make(torch.float64)
@@ -274,7 +328,10 @@ def ways_of_use(rank: int) -> dict[str, bool]:
     masks = group.gather(seen[-1])
     after = group.gather(torch.rand(3))
     changed, alone = changing_use(divide=True), changing_use(divide=False)
+    left_out, used = layers_without_use(True, calls=rank == 1), layers_without_use(False, calls=False)
     return {
+        "left out": all(torch.allclose(left_out[n], used[n], rtol=1e-10, atol=1e-14) for n in used),
+        "state of the first": from_the_first(rank),
         "changed on one": all(torch.allclose(changed[n], alone[n], rtol=1e-6, atol=1e-12) for n in alone),
         "own batches": all(torch.equal(found[name], wanted[name]) for name in wanted),
         "wrapped": run.state.model is net.module and all(torch.equal(x, y) for x, y in pairs),

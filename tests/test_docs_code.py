@@ -59,6 +59,12 @@ def bilevel() -> Names:
         "adam": adam,
         "sgd": torch.optim.SGD(weights.parameters(), 0.1),
         "cosine": torch.optim.lr_scheduler.CosineAnnealingLR(adam, 10),
+        "inner": inner,
+        "wrapped": model,
+        "hypergradient": hk.kfac(),
+        "outer_optimizer": torch.optim.SGD(weights.parameters(), 0.1),
+        "train_loader": [(x, y, torch.arange(24))],
+        "trusted_loader": [(x, y)],
     }
 
 

@@ -21,7 +21,7 @@ from hyperkron.curvature.base import (
     warn_opaque,
 )
 from hyperkron.curvature.matrix_free import MatrixFreeOperator
-from hyperkron.evaluation.differentiation import gradients_of, graph_nodes
+from hyperkron.evaluation.differentiation import gradients_of
 from hyperkron.evaluation.point import Point, independent
 from hyperkron.losses import Loss
 from hyperkron.problem import rows, shares
@@ -60,9 +60,10 @@ class GGNOperator(MatrixFreeOperator):
         return outputs, seeds, {name: g for name, g in pulled if g is not None and g.requires_grad}
 
     def unreached(self) -> list[str]:
-        # Not by the outputs: opaque parts, penalties, weights and targets may depend on further parameters.
-        leaves = {id(getattr(node, "variable", None)) for node in graph_nodes([self.loss.value])}
-        return [name for name, p in self.params.items() if id(p) not in leaves]
+        # Opaque parts, penalties, weights and targets may depend on parameters that the outputs do not depend on.
+        others = {name: p for name, p in self.params.items() if name not in self._graph[2]}
+        found = gradients_of(self.loss.value, list(others.values()), retain_graph=True) if others else ()
+        return [name for name, g in zip(others, found, strict=True) if g is None]
 
     def _product(self, v: Tree) -> tuple[Tensor | None, ...]:
         outputs, seeds, pulled = self._graph

@@ -264,8 +264,7 @@ class Implicit(Hypergradient):
             b = trees.widened(b)
         if point.reuses_pass_memory and isinstance(operator, Invertible):
             operator.overwrites = not self.solver.needs_products
-        alike = point.curvature_batch is point.inner_batch and not point.problem.divided  # ranks may differ in this
-        if alike and self.solver.needs_products:
+        if point.curvature_batch is point.inner_batch and self.solver.needs_products:
             b = b | {name: torch.zeros_like(b[name]) for name in operator.unreached()}  # v has no effect there
         v, solution = self._solve(point, LinearSystem(operator, b, start, preconditioner))
         if not point.recording:

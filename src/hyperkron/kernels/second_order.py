@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 def plain(x: Tensor) -> bool:
     """Whether ``x`` is an ordinary tensor, not one inside ``torch.func``."""
-    return type(x) in (Tensor, nn.Parameter) and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return type(x) in (Tensor, nn.Parameter) and torch.func.debug_unwrap(x) is x
 
 
 Shape = tuple[list[int], list[int], list[int], int]

@@ -171,8 +171,10 @@ class _Divided:
         )
 
     def _check(self, model: nn.Module, hyper: nn.Module, batch: Any, part: Any) -> None:
-        """At the first evaluation: refuse batches that differ between processes, and losses that are not means."""
+        """At the first evaluation: refuse θ, λ or batches that differ between processes, and losses that are not
+        means."""
         self.checked.add(self.level)
+        _check_alike(self.group, {"model": model, "hyper": hyper})
         if self.divide and len(set(map(tuple, self.group.numbers(*_sums(batch))))) > 1:
             raise HyperkronError(
                 f"the processes were given different batches of {self.level}; seed their data alike, so that each can "
@@ -188,6 +190,20 @@ class _Divided:
         elif self.group.all(length(part) > 1):
             with gathering(model, self.group):
                 check_is_mean(self.level, self.function, model, hyper, part, set())
+
+
+def _check_alike(group: Group, modules: dict[str, nn.Module]) -> None:
+    """Refuse parameters that differ between processes by more than rounding; their sums are compared."""
+    named = {f"{label} parameter {n}": p for label, m in modules.items() for n, p in m.named_parameters()}
+    whole = {name: p for name, p in named.items() if p.requires_grad and not is_sharded(p)}
+    table = group.numbers(*(float(p.detach().sum(dtype=torch.float64)) for p in whole.values()))
+    for name, sums in zip(whole, zip(*table, strict=True), strict=True):
+        if max(sums) - min(sums) > 1e-4 * max(map(abs, sums)):
+            raise HyperkronError(
+                f"{name} differs between the processes (its sums are {', '.join(f'{x:.4g}' for x in sums)}), but all "
+                "must train the same; call torch.manual_seed with one seed before making the module, or "
+                "torch.distributed.broadcast(p.detach(), 0) for each of its parameters p."
+            )
 
 
 def _part(batch: Any, group: Group, level: str) -> Any:

@@ -39,7 +39,7 @@ class Calls:
         hooks see its gradient."""
         self._numbers[name] += 1
         self.called.update(parameters)
-        if not output.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(output):  # in torch.func
+        if not output.requires_grad or torch.func.debug_unwrap(output) is not output:  # in torch.func
             return output, False
         if (name, self._numbers[name]) in self._left_out:
             return self._ended(name, output, None, lambda g: None), False

@@ -71,15 +71,20 @@ def _forward(
     point: Point, part: Any, plan: Plan, how: Measurement, like: Tensor, keeps: list[bool]
 ) -> tuple[Recorder, Loss]:
     """A forward pass with hooks, without the calls of layers that the loss does not depend on, such as those of a
-    search for adversarial examples; a second pass if these are others than the last time."""
+    search for adversarial examples; a second pass if these are others than the last time, on any rank."""
     repeated = False
     while True:
         recorder = Recorder(plan, how, like, keeps[0], keeps[1], plan.aside)
         with recorder.attached():
             loss = point.inner(part)
             aside = recorder.layers.aside(_outputs(loss))
-            if repeated or aside == plan.aside:
+            again = aside != plan.aside and not repeated
+            if not again:
+                recorder.layers.forget_hidden(_outputs(loss), point.params)
                 recorder.after_forward(loss, readable=not point.recording)
+            if how.owners is not None:
+                again = _agreed(recorder, how.owners.group, again)
+            if not again:
                 return recorder, loss
         plan.aside, repeated = aside, True
         recorder.layers.forget_graph()
@@ -94,14 +99,11 @@ def _outputs(loss: Loss) -> list[Tensor]:
 def _check_forward(recorder: Recorder, loss: Loss, point: Point, batch: Any, first: bool, in_parts: bool) -> None:
     """After a forward pass: warn of, or refuse, what would make the factors wrong."""
     how = recorder.how
-    recorder.layers.forget_hidden(_outputs(loss), point.params)
     if first:
         _warn_used_elsewhere(recorder, loss, point)
         warn_moving("KFAC", loss, point.params)
     if loss.terms:
         warn_opaque("KFAC", loss, point.params)
-    if how.owners is not None:
-        _check_alike(recorder, how.owners.group)
     if loss.terms and (how.owners is not None or in_parts):
         _warn_without_batch(recorder.lengths, _examples(recorder, loss, batch))
     elif loss.terms and (how.basis is not None or how.sharing == "reduce"):  # rows of one example are summed
@@ -182,14 +184,18 @@ def _warn_rows_mixed(loss: Loss, examples: int) -> None:
         )
 
 
-def _check_alike(recorder: Recorder, group: Group) -> None:
-    """Raise an error if ranks have called different layers, because their sums would not belong together.
+def _agreed(recorder: Recorder, group: Group, again: bool) -> bool:
+    """Whether a rank asks for a forward pass ``again``; if not, refuses ranks that have called different layers.
 
-    If inputs wait on one rank and not on another (it has more tokens, or masks none), layers share no sums.
+    Their sums would not belong together. If inputs wait on one rank and not on another (it has more tokens, or masks
+    none), layers share no sums.
     """
     called = [f"{name}*{recorder.calls.get(name, 1)}" for name in sorted({*recorder.layers.called, *recorder.calls})]
     waiting = [f"{call.block.name}*{call.masked}" for call in recorder.waiting]
-    layers, inputs = zip(*group.numbers(*(zlib.crc32(",".join(x).encode()) for x in (called, waiting))), strict=True)
+    own = [zlib.crc32(",".join(x).encode()) for x in (called, waiting)]
+    layers, inputs = zip(*group.numbers(*([-1, -1] if again else own)), strict=True)
+    if -1 in layers:
+        return True
     assert recorder.deliveries is not None
     recorder.deliveries.shares_sums = len(set(inputs)) == 1
     if len(set(layers)) > 1:
@@ -197,6 +203,7 @@ def _check_alike(recorder: Recorder, group: Group) -> None:
             f"the processes have measured different layers, number {group.rank} {', '.join(sorted(recorder.calls))}; "
             "let the inner loss use the same layers on all of them."
         )
+    return False
 
 
 def over_ranks(found: Measured, plan: Plan, group: Group, like: Tensor) -> Measured:

@@ -94,12 +94,17 @@ class KroneckerState(CurvatureState):
         elif self.owners is None or self.owners.blocks is not plan.blocks or self.owners.group is not group:
             self.owners = Owners(plan, group)
         here = "" if self.owners is None else self.owners.part
-        if self.part not in ("", here) and (self.factors or self.inverses is not None):
+        others = self.part not in ("", here)
+        if others and reused and (self.factors or self.inverses is not None):
             raise HyperkronError(
                 f"the state of this curvature is part {self.part} of one that was divided among processes, this is "
-                f"{here or 'one process'}; load a checkpoint of Run.save, which has all of it, or begin a new state."
+                f"{here or 'one process'}; load a checkpoint of Run.save, or the state_dict() that the first process "
+                "made while all were inside `with hypergradient.collected():`, which have all of it, or begin a new "
+                "state."
             )
-        if self.owners is not None and self.part != here:
+        if others:
+            self.factors, self.inverses = {}, None
+        elif self.owners is not None and self.part != here:
             own = {name for name in self.owners.blocks if self.owners.mine(name)}
             self.factors = {name: pair for name, pair in self.factors.items() if name in own}
             self.inverses = None if self.inverses is None else self.inverses.only(own)
