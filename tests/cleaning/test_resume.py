@@ -209,7 +209,8 @@ def test_other_data_is_refused(files: Files, tmp_path: Path) -> None:
     lines = train.read_text().splitlines()
     for changed in ([*lines[:-1]], [lines[0], lines[1][:-1] + "BA"[lines[1][-1] == "B"], *lines[2:]]):
         train.write_text("\n".join(changed) + "\n")
-        with pytest.raises(HyperkronError, match=r"is not what the run in .* began with; begin a new run"):
+        wanted = rf"the data in .*train\.csv', .*{files.trusted.name}' is not what the run in .* began with; restore"
+        with pytest.raises(HyperkronError, match=wanted):
             resume(out)
 
 

@@ -108,6 +108,12 @@ def decide(**more: Any) -> list[dict[str, Any]]:
     return entries
 
 
+def decision(kind: str, label: str) -> dict[str, Any]:
+    """About the first suspect, whose label is the ``given`` or the ``suggested`` one."""
+    suspect = next(row for row in run_folder.make_rows(run_folder.CLASSES, 40, 0.4) if row["suspect"])
+    return {"row": suspect["row"], "decision": kind, "label": suspect[label]}
+
+
 def test_decisions_are_applied(rows: list[dict[str, Any]], capsys: Captured) -> None:
     entries = {entry["row"]: entry["label"] for entry in decide()}
     rest = {"--drop": None, "--relabel": "suggested", "": "given"}
@@ -141,6 +147,8 @@ def test_decisions_are_applied(rows: list[dict[str, Any]], capsys: Captured) -> 
         ({"decisions": [{"row": 1, "decision": "accept", "label": "nobody"}]}, "'nobody'"),
         ({"decisions": [{"row": 4000, "decision": "accept", "label": "human"}]}, "decide about row 4000, which is not"),
         ({"decisions": 3}, "decisions=3 is not a list"),
+        ({"decisions": [decision("reject", "suggested")]}, "rejects the suggestion for row"),
+        ({"decisions": [decision("accept", "suggested"), decision("reject", "given")]}, "two labels"),
     ],
 )
 def test_decisions_that_do_not_fit_are_refused(
@@ -225,7 +233,7 @@ def _shuffled(lines: list[str]) -> list[str]:
     ("change", "message"),
     [
         (_shuffled, "the same 40 rows stand in another order"),
-        (lambda lines: [*lines[:8], "other,x,no\n", *lines[9:]], "1 row of 40 differ: rows 7"),
+        (lambda lines: [*lines[:8], "other,x,no\n", *lines[9:]], "1 row of 40 differs: row 7"),
         (lambda lines: [*lines, "more,x,no\n"], "there were 40 rows and are 41 now, 40 of them the same"),
         (lambda lines: lines[:-3], "there were 40 rows and are 37 now, 37 of them the same"),
         (lambda lines: [lines[0].replace("text", "words"), *lines[1:]], "the names of the columns"),

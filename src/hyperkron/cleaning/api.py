@@ -11,6 +11,7 @@ from torch import nn
 
 from hyperkron.cleaning.config import CleanConfig, Progress, shown_progress
 from hyperkron.cleaning.data import ReadOptions, row_hashes
+from hyperkron.cleaning.data.files import listing
 from hyperkron.cleaning.fields import FORMAT
 from hyperkron.cleaning.folder import RunFolder, replacing
 from hyperkron.cleaning.given import Given
@@ -174,8 +175,10 @@ def reopened(
     parts = read_parts(source["train"], source["trusted"], source["test"], source["reading"])
     own = Own.of(parts, **recorded_paths(kept))
     if own.data != kept["data"]:
+        read = (*(source[name] for name in ("train", "trusted", "test")), *recorded_paths(kept).values())
         raise HyperkronError(
-            f"the data in {source['train']!r} is not what the run in {str(out)!r} began with; begin a new run."
+            f"the data in {listing([repr(path) for path in read if path], 5)} is not what the run in {str(out)!r} "
+            "began with; restore the file that has changed, or begin a new run."
         )
     unknown = sorted(kept["config"].keys() - {field.name for field in fields(CleanConfig)})
     if unknown:

@@ -206,12 +206,21 @@ def read_decisions(file: str | Path, run: str | Path) -> dict[int, str]:
             f"{remedy}."
         )
     classes = read_result(run).child("data").texts("classes")
+    given = {row.row: row.given for row in read_rows(run) or ()}
     found: dict[int, str] = {}
     for entry in content.children("decisions"):
-        row, label = entry.count("row"), entry.label("label")
-        if row is None or entry.text("decision") not in KINDS or label not in classes:
+        row, label, kind = entry.count("row"), entry.label("label"), entry.text("decision")
+        if row is None or kind not in KINDS or label not in classes:
             raise HyperkronError(
                 f"decisions={str(file)!r} holds {entry.raw!r:.120}, which is not a decision; {remedy}."
             )
-        found[row] = label
+        if kind == "reject" and label != given.get(row, label):
+            raise HyperkronError(
+                f"decisions={str(file)!r} rejects the suggestion for row {row}, so its label is {given[row]!r} and not "
+                f'{label!r}; write that label, or "relabel" in place of "reject".'
+            )
+        if found.setdefault(row, label) != label:
+            raise HyperkronError(
+                f"decisions={str(file)!r} give row {row} two labels, {found[row]!r} and {label!r}; delete one of them."
+            )
     return found

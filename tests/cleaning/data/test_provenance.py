@@ -97,7 +97,7 @@ def test_every_change_of_the_rows_is_seen(write: Callable[[Path, Rows], Path], t
     assert row_hashes(write(tmp_path / "again", ROWS)) == found["the same"]
     assert len({hashes.sha256 for hashes in found.values()}) == len(changed)
     before = found["the same"]
-    assert before.difference(found["another text"]).startswith("1 row of 4 differ: rows 0") or write is _pictures
+    assert before.difference(found["another text"]).startswith("1 row of 4 differs: row 0") or write is _pictures
     assert "4 rows and are 3 now" in before.difference(found["fewer"])
 
 

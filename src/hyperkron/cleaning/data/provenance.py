@@ -73,7 +73,8 @@ class RowHashes:
             shared = (Counter(before) & Counter(after)).total()
             return f"there were {several(len(before), 'row')} and are {len(after)} now, {shared} of them the same"
         changed = [i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
-        return f"{several(len(changed), 'row')} of {len(before)} differ: rows {listing(changed)}"
+        differ = "differs: row" if len(changed) == 1 else "differ: rows"
+        return f"{several(len(changed), 'row')} of {len(before)} {differ} {listing(changed)}"
 
     def _list(self) -> list[bytes]:
         return [self.each[i : i + HASH_BYTES] for i in range(0, len(self.each), HASH_BYTES)]
