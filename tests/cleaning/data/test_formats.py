@@ -284,3 +284,16 @@ def test_take() -> None:
     assert (rows.inputs, rows.labels.tolist(), rows.rows.tolist()) == (["c", "a"], [0, 0], [2, 0])
     with pytest.raises(HyperkronError, match="for tables"):
         rows.standardised()
+
+
+@pytest.mark.parametrize("kind", ["Int64", "UInt64", "int64[pyarrow]"])
+def test_whole_numbers_with_gaps_keep_their_digits(kind: str) -> None:
+    """pandas gives them as floats, which hold 53 bits."""
+    pandas = pytest.importorskip("pandas")
+    ids = [10**17 + 1, None, 10**17 + 2, 10**17 + 3]
+    frame = pandas.DataFrame({"id": pandas.array(ids, dtype=kind), "n": pandas.array([1, None, 3, 4], dtype=kind)})
+    frame = frame.assign(m=[5, 6, 7, 8], label=[*"abab"])
+    train, _ = read_pair(frame, {"n": [5, 6], "m": [1, 2], "label": [*"ab"]}, id="id")
+    assert train.ids == {"id": ids} and all(type(value) is int for value in ids if value is not None)
+    assert train.inputs.dtype == np.float32 and train.inputs[[0, 2, 3], 0].tolist() == [1.0, 3.0, 4.0]
+    assert np.isnan(train.inputs[1, 0])

@@ -183,7 +183,10 @@ def in_memory(source: Any, argument: str) -> Raw | Frame:
 
 def _column(values: Any) -> Values:
     if hasattr(values, "dtype") and (found := np.asarray(values)).dtype.kind in "fiuM":
-        return found if found.dtype.kind != "M" else found.astype("datetime64[us]").tolist()
+        if found.dtype.kind == "M":
+            return found.astype("datetime64[us]").tolist()
+        if found.dtype.kind != "f" or getattr(values.dtype, "kind", None) not in ("i", "u"):
+            return found  # whole numbers with gaps, which would become floats, stay a list
     return values.tolist() if hasattr(values, "tolist") else list(values)
 
 
@@ -207,7 +210,7 @@ def row_hashes(
         >>> before = row_hashes(path)
         >>> _ = path.write_text("text,label\\na,x\\nc,y\\n")
         >>> before.difference(row_hashes(path))
-        '1 row of 2 differ: rows 1'
+        '1 row of 2 differs: row 1'
     """
     form, place = locate(source, argument, options or ReadOptions())
     return form.hashes(place) if form.hashes is not None else RowHashes.of(form.read(place))
