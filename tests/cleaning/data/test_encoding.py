@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from hyperkron.cleaning.data import TableEncoding, read, read_pair
+from hyperkron.cleaning.data import InputForm, TableEncoding, read, read_pair
 from hyperkron.cleaning.folder import shown
 from hyperkron.cleaning.report import wording
 from hyperkron.solution import HyperkronError
@@ -110,3 +110,37 @@ def test_a_person_sees_the_names_in_a_column_and_not_its_inputs() -> None:
     rare, _ = TableEncoding.fit({"town": ["Rome"] * 3 + ["Oslo"] * 2 + ["Bern"]}, max_categories=2)
     told = rare.matrix({"town": ["Rome", "Bern", None]})
     assert [rare.cells(row)["town"] for row in told] == ["Rome", "(other)", None]
+
+
+def test_large_numbers_that_differ_little_keep_their_differences() -> None:
+    """Times of one hour in milliseconds, and as dates: float32 has a few dozen numbers there."""
+    seconds = np.random.default_rng(0).permutation(3600)[:60]
+    table: dict[str, list[object]] = {
+        "ms": [1_700_000_000_000 + 1000 * int(s) for s in seconds],
+        "time": [f"2024-03-01 10:{s // 60:02d}:{s % 60:02d}" for s in seconds],
+        "one": [1e9 + 1, None] * 30,
+    }
+    encoding, _ = TableEncoding.fit(table)
+    exact = (seconds - seconds.mean()) / seconds.std()
+    found = TableEncoding.from_json(encoding.to_json()).encode(table)
+    np.testing.assert_allclose(found[:, :2], np.stack([exact, exact], axis=1), atol=2**-22, rtol=0)
+    np.testing.assert_array_equal(found[:, 2:], [[0, 0], [0, 1]] * 30)  # a single number, and where it is missing
+    cells = encoding.cells(encoding.matrix(table)[0])
+    assert cells == {"ms": table["ms"][0], "time": "2024-03-01", "one": 1e9 + 1}
+
+
+def test_ordinary_numbers_become_float32_as_they_are() -> None:
+    table = {"year": [1990, 2024], "price": ["1,5", "1250,75"], "day": ["2024-01-01", "2024-01-08"], "big": [1e9, 2e9]}
+    encoding, _ = TableEncoding.fit(table)
+    assert not encoding.offsets.any()
+    expected = np.array([[1990, 1.5, 19723, 1e9], [2024, 1250.75, 19730, 2e9]], dtype=np.float32)
+    assert encoding.matrix(table).tobytes() == expected.tobytes()
+
+
+def test_new_rows_of_large_numbers_are_read_alike_as_table_and_array() -> None:
+    x = np.stack([1.7e12 + np.arange(40.0), np.arange(40.0) % 7], axis=1)
+    train = read({"x": x, "y": np.arange(40) % 2})
+    form = InputForm.of(train)
+    assert train.encoding is not None and train.encoding.offsets[0] != 0
+    for rows in (x[:5], {name: x[:5, i] for i, name in enumerate(train.encoding.names)}):
+        np.testing.assert_array_equal(train.encoding.standardise(form.read(rows).inputs), train.standardised()[:5])

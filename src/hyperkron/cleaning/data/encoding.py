@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -28,6 +29,7 @@ from hyperkron.solution import HyperkronError
 
 FORMAT = 1
 _STRANGE = 0.05  # a column with at most this part of values that are no numbers is one of numbers
+_LOST = 2**-10  # of the standard deviation: float32 may move no number further
 _WORDS = 5  # also one with this many different words at most, if two thirds are numbers and these differ
 
 
@@ -36,7 +38,8 @@ class Number:
     """A column of numbers: z = (x − mean) / scale over the training rows, 0 where x is missing.
 
     ``flagged`` says that values were missing in training, so that an input of its own says where they are; ``form`` how
-    the numbers are written.
+    the numbers are written. ``offset`` is taken off before they become float32: not 0 only where numbers are so large
+    beside their differences, such as times in milliseconds, that float32 would lose these.
     """
 
     name: str
@@ -44,17 +47,18 @@ class Number:
     scale: float
     flagged: bool
     form: NumberForm = "plain"
+    offset: float = 0.0
 
     @property
     def inputs(self) -> tuple[str, ...]:
         return (self.name,)
 
     def matrix(self, values: Values) -> Array:
-        return read_numbers(values, self.form)[0][:, None].astype(np.float32)
+        return (read_numbers(values, self.form)[0] - self.offset)[:, None].astype(np.float32)
 
     def cell(self, inputs: Array) -> float | str | None:
         """The number, or the day, that a row has here; None if it is missing."""
-        value = float(str(inputs[0]))  # of a float32 the shortest text that says which it is
+        value = float(str(inputs[0])) + self.offset  # of a float32 the shortest text that says which it is
         if value != value:
             return None
         return day_of(value) if self.form.startswith("date") else value
@@ -95,9 +99,9 @@ Column: TypeAlias = "Number | Category"
 class TableEncoding:
     """The columns of a table as numbers.
 
-    ``matrix`` makes one float32 column of every number, NaN where it is missing, and one 0/1 column for every value of
-    a category. ``standardise`` then imputes the mean, standardises the numbers, and appends a flag for every column
-    of numbers that had gaps in training:
+    ``matrix`` makes one float32 column of every number less its ``offset``, NaN where it is missing, and one 0/1
+    column for every value of a category. ``standardise`` then imputes the mean, standardises the numbers, and appends
+    a flag for every column of numbers that had gaps in training:
 
         z_j = (x_j − mean_j) / std_j,  z_j = 0 and flag_j = 1 where x_j is missing
 
@@ -120,6 +124,12 @@ class TableEncoding:
     def names(self) -> tuple[str, ...]:
         """What each column of ``matrix`` is."""
         return tuple(name for column in self.columns for name in column.inputs)
+
+    @property
+    def offsets(self) -> Array:
+        """What is taken off the numbers of each column of ``matrix`` (d,)."""
+        each = [[c.offset] if isinstance(c, Number) else [0.0] * len(c.inputs) for c in self.columns]
+        return np.array([offset for offsets in each for offset in offsets])
 
     def cells(self, row: Array) -> dict[str, float | str | None]:
         """What a person would write for a row of ``matrix``, by column: a number, a day, a name, None if missing.
@@ -190,15 +200,15 @@ class TableEncoding:
                 mean[at], scale[at] = column.mean, column.scale
                 flagged += [at] * column.flagged
             at += len(column.inputs)
-        missing = np.isnan(matrix)
+        missing, middle = np.isnan(matrix), mean - self.offsets
         with np.errstate(over="ignore"):  # met below
-            scaled = ((np.where(missing, mean, matrix) - mean) / scale).astype(np.float32)
+            scaled = ((np.where(missing, middle, matrix) - middle) / scale).astype(np.float32)
         if not np.isfinite(scaled).all():
             row, j = (int(i) for i in np.argwhere(~np.isfinite(scaled))[0])
             raise HyperkronError(
-                f"column {self.names[j]!r} holds {matrix[row, j]:g} in row {row}, which is too extreme beside the "
-                f"training rows (mean {mean[j]:g}, standard deviation {scale[j]:g}); correct it or leave it empty, or "
-                "rescale the column in all parts."
+                f"column {self.names[j]!r} holds {matrix[row, j] + self.offsets[j]:g} in row {row}, which is too "
+                f"extreme beside the training rows (mean {mean[j]:g}, standard deviation {scale[j]:g}); correct it or "
+                "leave it empty, or rescale the column in all parts."
             )
         return np.concatenate([scaled, missing[:, flagged]], axis=1).astype(np.float32)
 
@@ -229,7 +239,8 @@ def _column(entry: Mapping[str, Any]) -> Column:
         form = entry.get("form", "plain")
         if form not in get_args(NumberForm):
             raise ValueError(f"no form of numbers is called {form!r}")
-        return Number(name, float(entry["mean"]), float(entry["scale"]), flagged, form)
+        offset = float(entry.get("offset", 0.0))
+        return Number(name, float(entry["mean"]), float(entry["scale"]), flagged, form, offset)
     if entry["kind"] == "category":
         return Category(name, tuple(map(str, entry["values"])), bool(entry["other"]), flagged)
     raise ValueError(f"no kind of column is called {entry['kind']!r}")
@@ -264,7 +275,11 @@ def _fit_column(name: str, values: Values, cap: int) -> tuple[Column | None, str
             f"column {name!r} holds numbers but for {several(len(strange), 'value')} taken as missing: "
             f"{listing(dict.fromkeys(repr(str(value)[:40]) for value in strange))}."
         )
-    return Number(name, mean, scale, flagged, form), message
+    moved = float(np.abs(here.astype(np.float32) - here).max())
+    unit = 2.0 ** math.floor(math.log2(scale))  # taking off multiples of it is exact
+    return Number(
+        name, mean, scale, flagged, form, round(mean / unit) * unit if moved > _LOST * scale else 0.0
+    ), message
 
 
 def _few_words(here: Array, strange: list[Any]) -> bool:

@@ -6,7 +6,7 @@ import csv
 import io
 import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -88,7 +88,8 @@ class Kept:
         names = label_names(values, "the column of the labels")
         written = dict(zip(reversed(names), reversed(values), strict=True))  # the first of each class
         kinds = {type(value) for value in values}
-        forms = (*(kind for kind in (int, float) if kind in kinds), "{}.0".format, str)
+        forms: list[Callable[[str], Any]] = [kind for kind in (int, float) if kind in kinds]
+        forms += ["{}.0".format, str]
 
         def here(name: str) -> Any:
             if name in written:

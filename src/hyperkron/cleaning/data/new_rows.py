@@ -138,6 +138,7 @@ class InputForm:
         if self.encoding is not None and isinstance(inputs, Mapping):
             if list(inputs) == list(self.encoding.names):
                 inputs = np.stack(list(inputs.values()), axis=1)
+                inputs = inputs - self.encoding.offsets if self.encoding.offsets.any() else inputs
             else:
                 inputs, notes = self._matrix(inputs, raw.name)
         count = len(raw.rows) + sum(map(len, raw.left_out.values()))
