@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import hyperkron as hk
 from hyperkron.hypergradient.steps import Adam
-from spoiling import INF, NAN, C, D, N, Table, inner, outer, touching
+from spoiling import INF, NAN, C, D, Given, N, Spoil, Table, inner, outer, touching
 
 TABLE = Table()
 row = TABLE.row
@@ -255,3 +257,91 @@ row(
 )
 row("state of another curvature", lambda g: hk.cg().load_state_dict(hk.kfac().state_dict()), "keeps no state", "age")
 row("state for unrolled", lambda g: hk.unrolled(2).load_state_dict({"calls": 1}), "calls", "another method")
+
+# What hyperkron.fit is given
+
+
+def fitted(**changes: Any) -> Spoil:
+    """A short run of a good problem, with some of its arguments changed."""
+
+    def spoil(given: Given) -> Any:
+        usual = {"problem": given.problem, "model": given.model, "hyper": given.hyper, "steps": 1}
+        usual |= {"inner_data": (given.x, given.y), "outer_data": given.held, "algorithm": hk.AID(hk.kfac(1e-2), 1)}
+        return hk.fit(**{**usual, **{name: value(given) for name, value in changes.items()}})
+
+    return spoil
+
+
+def pairs(given: Given) -> TensorDataset:
+    return TensorDataset(given.x, given.y)
+
+
+row("fit of swapped arguments", fitted(problem=lambda g: g.model, model=lambda g: g.problem), "problem is a Sequential")
+row(
+    "fit of swapped modules",
+    fitted(model=lambda g: g.hyper, hyper=lambda g: g.model),
+    "index is torch.float32",
+    "whole",
+)
+row(
+    "fit of a bare hypergradient",
+    fitted(algorithm=lambda g: hk.kfac(0.1)),
+    "Implicit(KFAC(damping=0.1",
+    "hyperkron.AID(",
+)
+row("fit of no inner batch", fitted(inner_data=lambda g: None), "inner failed on a batch that is None", "inner_data")
+row("fit of a dataset", fitted(inner_data=pairs), "inner_data is a TensorDataset", "pass a DataLoader")
+row(
+    "fit of a loader without batches",
+    fitted(inner_data=lambda g: DataLoader(pairs(g), batch_size=7, drop_last=True)),
+    "inner_data (DataLoader) gave no batch",
+    "drop_last=True",
+)
+row(
+    "fit of a float loss",
+    fitted(problem=lambda g: hk.BilevelProblem(lambda m, w, b: 1.0, g.outer)),
+    "inner did not return a loss: loss is a float (1.0)",
+    "scalar tensor",
+)
+row(
+    "fit of another optimizer",
+    fitted(inner_optimizer=lambda g: torch.optim.SGD(g.model[2].parameters(), lr=0.1)),
+    "inner_optimizer does not hold 0.weight (and 1 other);",
+    "freeze",
+)
+row(
+    "fit of spoilt rows",
+    fitted(inner_data=lambda g: (torch.full_like(g.x, NAN), g.y)),
+    "inner_batch[0] holds 24 nan",
+    "remove or repair them, and restore the parameters",
+    error=hk.NonFiniteError,
+)
+row(
+    "fit with a bare callback",
+    fitted(callbacks=lambda g: hk.training.Callback()),
+    "callbacks is a Callback",
+    "callbacks=[",
+)
+row("fit with a word as projection", fitted(projection=lambda g: "box"), "projection='box'", "Box(0.0, 1.0)")
+
+# Objectives, batches and indices
+
+row(
+    "inner of two arguments",
+    lambda g: hk.BilevelProblem(lambda model, batch: None, outer),
+    "(model, batch) cannot be called as inner(model, hyper, batch)",
+    "too many positional arguments",
+)
+row(
+    "a loader as batch",
+    lambda g: hk.kfac().backward(g.problem, g.model, g.hyper, DataLoader(pairs(g), batch_size=1), g.held),
+    "inner_batch is a DataLoader",
+    "next(iter(loader))",
+)
+row("weights of no index", lambda g: g.hyper(None), "index is None", "numbers of the examples")
+row(
+    "attribute of swapped arguments",
+    lambda g: hk.attribute(g.model, g.inner, (g.x, g.y), (g.x, g.y)),
+    "model is a function, not a torch.nn.Module",
+    "pass the network itself",
+)

@@ -84,8 +84,8 @@ class Loader(Source):
     that they have when the source is made.
     """
 
-    def __init__(self, iterable: Iterable[Any]) -> None:
-        self.iterable = iterable
+    def __init__(self, iterable: Iterable[Any], argument: str = "data") -> None:
+        self.iterable, self.argument = iterable, argument
         told = [getattr(part, "epoch", 0) for part in self._parts().values() if hasattr(part, "set_epoch")]
         self.epoch, self.served = max([epoch for epoch in told if isinstance(epoch, int)], default=0), 0
         self._iterator: Iterator[Any] | None = None
@@ -117,8 +117,9 @@ class Loader(Source):
             self.served += 1
             return batch
         raise HyperkronError(
-            f"{type(self.iterable).__name__} gave no batch at the start of an epoch; pass a loader that can be "
-            "iterated again (a DataLoader, not an iterator over it) and is not empty."
+            f"{self.argument} ({type(self.iterable).__name__}) gave no batch at the start of an epoch; pass a loader "
+            "that can be iterated again (a DataLoader, not an iterator over it) and is not empty: with drop_last=True "
+            "it needs at least one full batch."
         )
 
     def _parts(self) -> dict[str, Any]:
@@ -250,7 +251,7 @@ def as_source(data: Any, argument: str = "data") -> Source:
             "hyperkron.algorithms.Examples(...) for many."
         )
     if isinstance(data, Iterable) and not (isinstance(data, (Iterator, str)) or hasattr(data, "shape")):
-        return Loader(data)
+        return Loader(data, argument)
     if callable(data):
         return FunctionSource(data)
     raise HyperkronError(

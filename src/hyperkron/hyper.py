@@ -63,6 +63,11 @@ class SampleWeights(nn.Module):
 
     def forward(self, index: Tensor) -> Tensor:
         """The weights of the examples in ``index``."""
+        if index is None or (isinstance(index, Tensor) and index.is_floating_point()):
+            raise HyperkronError(
+                f"index is {'None' if index is None else index.dtype}; pass the numbers of the examples in the batch, "
+                "as whole numbers."
+            )
         if self.squash == "softmax":
             return self.weight.softmax(0)[index] * self.weight.numel()
         raw = self.weight[index] if self._group is None else taken(self._group, self.weight, index)

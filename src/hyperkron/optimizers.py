@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from hyperkron import trees
 from hyperkron.solution import HyperkronError, warn_once
 from hyperkron.trees import Tree
-from hyperkron.validation import check_nonnegative, check_one_of, check_positive
+from hyperkron.validation import check_nonnegative, check_one_of, check_positive, first_of
 
 Project = Callable[[Tensor], Tensor]
 """A projection of one parameter of λ onto its constraint set."""
@@ -142,6 +142,10 @@ class LevelOptimizer:
                 f"{level}_optimizer has autocast={self.autocast} and scaler={self.scaler!r:.40}, but λ moves along the "
                 "hypergradient, which is never scaled; give them to inner_optimizer."
             )
+        if project is not None and not callable(project):
+            raise HyperkronError(
+                f"projection={project!r:.60} is not callable; pass hyperkron.Box(0.0, 1.0), or a function."
+            )
         self.project = project
         self.factor = 1.0
         self.origin: LevelOptimizer | None = None  # of which this is a twin, with its step sizes unless own_lr
@@ -150,8 +154,8 @@ class LevelOptimizer:
         missing = [name for name, p in params.items() if id(p) not in held]
         if missing:
             raise HyperkronError(
-                f"{level}_optimizer does not hold {missing[0]} (and {len(missing) - 1} others); give it all "
-                "trainable parameters of this level, or freeze those with requires_grad_(False)."
+                f"{level}_optimizer does not hold {first_of(missing)}; give it all trainable "
+                "parameters of this level, or freeze those with requires_grad_(False)."
             )
         if any(group.get("maximize") for group in self.optimizer.param_groups):
             raise HyperkronError(
@@ -181,7 +185,7 @@ class LevelOptimizer:
         if foreign:
             whose, other = ("model", "hyper") if level == "inner" else ("hyper", "model")
             raise HyperkronError(
-                f"{level}_optimizer also holds {foreign[0]} (and {len(foreign) - 1} others) of {other}; give it "
+                f"{level}_optimizer also holds {first_of(foreign)} of {other}; give it "
                 f"{whose}.parameters() alone: each level is moved by its own optimizer."
             )
         own = {id(p) for p in self.params.values()}

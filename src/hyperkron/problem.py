@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hyperkron.collectives import ONE_PROCESS, Group
 from hyperkron.losses import Loss, Term
 from hyperkron.solution import HyperkronError
+from hyperkron.validation import check_takes
 
 Objective = Callable[[nn.Module, nn.Module, Any], Loss | Tensor]
 
@@ -62,6 +63,7 @@ class BilevelProblem:
                 raise HyperkronError(
                     f"{name}={function!r} is not callable; pass a function (model, hyper, batch) -> loss."
                 )
+            check_takes(name, function, "model", "hyper", "batch")
         if self.autocast not in (None, True, False):
             raise HyperkronError(
                 f"autocast={self.autocast!r} must be True, False, or None to check whether it is precise enough."

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -49,6 +50,32 @@ def check_one_of(name: str, value: object, allowed: Sequence[str]) -> None:
     if not isinstance(value, str) or value not in allowed:
         *most, last = allowed
         _refuse(name, value, "is unknown", f"choose {', '.join(most)} or {last}" if most else f"choose {last}")
+
+
+def check_takes(name: str, function: Callable[..., object], *arguments: str) -> None:
+    """Refuse a function that cannot be called with these arguments, by position."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some functions written in C have none
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        own = getattr(function, "__name__", type(function).__name__)
+        raise HyperkronError(
+            f"{name}={own}{signature} cannot be called as {name}({', '.join(arguments)}): {error}."
+        ) from None
+
+
+def first_of(names: Sequence[object]) -> str:
+    """The first of some names, and how many others there are.
+
+    Example:
+        >>> first_of(["weight"]), first_of(["weight", "bias", "scale"])
+        ('weight', 'weight (and 2 others)')
+    """
+    others = len(names) - 1
+    return f"{names[0]} (and {others} other{'s' * (others > 1)})" if others else str(names[0])
 
 
 def need(module: str, extra: str = "data", who: str = "") -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.utils.data import TensorDataset
 from blobs import Blobs, blobs, quicken
 from hyperkron.cleaning import CleanConfig, CleanResult, clean
 from hyperkron.cleaning.data import InputForm, ReadOptions, read_pair
+from hyperkron.cleaning.given import Given
 from hyperkron.cleaning.models import HASHED
 from hyperkron.cleaning.sources import read_parts
 from hyperkron.solution import HyperkronError
@@ -255,3 +257,9 @@ def test_numbers_in_bfloat16_are_read() -> None:
     parts = read_parts((x, y), (x + 0.5, y), TensorDataset(x + 20, y), {})
     assert parts[0].inputs.tolist() == x.tolist() and parts[2].inputs.tolist() == (x + 20).tolist()
     assert InputForm.of(parts[0]).read(x).inputs.tolist() == x.tolist()
+
+
+def test_without_numpy_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    with pytest.raises(HyperkronError, match=r"numpy is needed .*hyperkron\[data\]"):
+        Given(torch.arange(2)).status()

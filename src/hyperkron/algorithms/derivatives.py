@@ -19,6 +19,7 @@ from hyperkron.algorithms.base import State, StepReport
 from hyperkron.batches import BatchSources
 from hyperkron.curvature import Curvature, Operator
 from hyperkron.curvature.hessian import HessianOperator
+from hyperkron.evaluation.inputs import explained
 from hyperkron.evaluation.point import Point, placed
 from hyperkron.hypergradient.implicit import outer_gradients
 from hyperkron.kernels.checkpoints import differentiable_checkpoints
@@ -111,8 +112,8 @@ def gradients(
         torch.autocast(kind, low) if low else nullcontext(),
     ):
         plain = state.problem.autocast is False and (hyper or level == "outer")
-        with WithoutAutocast(kind) if plain else nullcontext():
-            loss = as_loss(function(state.model, state.hyper, batch))
+        with WithoutAutocast(kind) if plain else nullcontext(), explained(level, f"{level}_batch", batch):
+            loss = as_loss(function(state.model, state.hyper, batch), level)
         if not loss.value.requires_grad:
             raise HyperkronError(f"{level} returned a loss that depends on neither model nor hyper; do not detach it.")
         value = loss.value if scaler is None else scaler.scale(loss.value)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from hyperkron.evaluation.inputs import explained
 from hyperkron.kernels.checkpoints import differentiable_checkpoints
 from hyperkron.kernels.graphs import Recording, StaticBatch, available, switches
 from hyperkron.kernels.selection import LayoutError, evaluate
@@ -147,7 +148,7 @@ class InnerLoop:
         kind, keeps = self.device.type, not self._wants_graph
         autocast = torch.autocast(kind, self.autocast, cache_enabled=keeps) if self.autocast else nullcontext()
         with torch.enable_grad(), differentiable_checkpoints():
-            with autocast:
+            with autocast, explained("inner", "inner_batch", batch):
                 value = self._value(batch)
             if not value.requires_grad:
                 raise HyperkronError("inner returned a loss that depends on neither model nor hyper; do not detach it.")
@@ -164,10 +165,10 @@ class InnerLoop:
     def _value(self, batch: Any) -> Tensor:
         """J_in; with special kernels if it is recorded."""
         if not self._wants_graph:
-            return as_loss(self._objective(self.model, self.hyper, batch)).value
+            return as_loss(self._objective(self.model, self.hyper, batch), "inner").value
         try:
             return evaluate(
-                lambda: as_loss(self._objective(self.model, self.hyper, batch)).value,
+                lambda: as_loss(self._objective(self.model, self.hyper, batch), "inner").value,
                 self.model,
                 self.device,
                 0,

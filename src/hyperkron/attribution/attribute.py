@@ -127,7 +127,7 @@ def self_influence(
 
 
 def _models(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    models = [model] if isinstance(model, nn.Module) else list(model)
+    models = list(model) if isinstance(model, Sequence) else [model]
     if not models:
         raise HyperkronError("model is an empty list; pass a network, or several.")
     return models

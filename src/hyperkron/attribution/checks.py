@@ -29,7 +29,7 @@ def checked_loss(name: str, loss: Callable[[nn.Module, Any], Loss | Tensor]) -> 
     """``loss``, made to return a :class:`Loss`; refused if it cannot be called."""
     if not callable(loss):
         raise HyperkronError(f"{name}={loss!r:.60} is not callable; pass a function (model, batch) -> loss.")
-    return lambda model, batch: as_loss(loss(model, batch))
+    return lambda model, batch: as_loss(loss(model, batch), name)
 
 
 def check_mean(name: str, point: Point, level: Level, parts: Parts) -> None:

@@ -81,8 +81,8 @@ class Task:
         collate: Callable[[list[Any]], Any],
     ) -> None:
         check_whole("batch_size", batch_size)
-        warn_of_reduced(method, model)
         self.model, self.params, self.method = model, trainable(model, "model"), method
+        warn_of_reduced(method, model)
         check_processes(self.params)
         self.loss, self.query_loss = checked_loss("loss", loss), checked_loss("query_loss", query_loss)
         first = next(iter(self.params.values()))

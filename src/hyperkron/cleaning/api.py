@@ -26,7 +26,7 @@ from hyperkron.cleaning.recorded import (
 )
 from hyperkron.cleaning.result import CleanResult
 from hyperkron.cleaning.run import ALONE, CleaningRun, Sharing
-from hyperkron.cleaning.sources import model_name, plain_sources, read_parts
+from hyperkron.cleaning.sources import check_reading, model_name, plain_sources, read_parts
 from hyperkron.cleaning.stages import RULES
 from hyperkron.solution import HyperkronError
 
@@ -85,6 +85,7 @@ def clean(
         >>> len(result.weights), result.chosen
         (160, 'hyperkron')
     """
+    check_reading(train, reading)
     shown, config = shown_progress(progress), config or CleanConfig()
     brought = own_paths(probabilities, embeddings)
     plain = None if out is None or brought is None else plain_sources(train, trusted, test, reading)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hyperkron.cleaning.data import Labelled
+from hyperkron.cleaning.data.files import np
 from hyperkron.solution import HyperkronError
 
 USED = "used"
@@ -62,8 +63,6 @@ class Given:
 
     def status(self) -> Any:
         """For each given row ``used``, ``unlabelled``, or why it was left out: an array of texts, or a Series."""
-        import numpy as np
-
         found = np.full(len(self), USED, dtype=object)
         found[self.unlabelled.numpy()] = UNLABELLED
         for why, rows in self.left_out.items():

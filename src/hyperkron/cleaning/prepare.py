@@ -138,6 +138,12 @@ def pick_device(name: str) -> torch.device:
 
 def refuse_early(parts: list[Labelled], config: CleanConfig, model: Callable[[], nn.Module] | None) -> None:
     """Meet settings that cannot work before anything is written."""
+    if not isinstance(config, CleanConfig):
+        raise HyperkronError(f"config={config!r:.60} is a {type(config).__name__}; pass hyperkron.CleanConfig(…).")
+    if isinstance(model, nn.Module):
+        raise HyperkronError(
+            f"model is a {type(model).__name__}, but several are trained; pass a function that returns a new one."
+        )
     pick_device(config.device)
     for name, value in (("layers", config.layers), ("encoder", config.encoder)):
         if value and parts[0].kind != "text":

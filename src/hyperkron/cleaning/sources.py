@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hyperkron.cleaning.config import CleanConfig
 from hyperkron.cleaning.data import Labelled, arrays, checks, read, read_pair
-from hyperkron.cleaning.data.files import np
+from hyperkron.cleaning.data.files import nearest, np
 from hyperkron.cleaning.data.roles import LABELS
 from hyperkron.cleaning.data.sources import without_columns
 from hyperkron.solution import HyperkronError
+
+
+def check_reading(train: Any, reading: Mapping[str, Any]) -> None:
+    """Refuse options of :func:`clean` that it does not have, and those that say how to read rows that were read."""
+    known = list(inspect.signature(read_pair).parameters)[2:]
+    for name, value in reading.items():
+        if name in {setting.name for setting in fields(CleanConfig)}:
+            raise HyperkronError(f"{name} is a setting; pass config=hyperkron.CleanConfig({name}={value!r:.60}).")
+        if name not in known:
+            raise HyperkronError(f"clean has no argument {name!r}.{nearest(name, known)}")
+        if isinstance(train, Labelled) and value is not None:
+            raise HyperkronError(f"{name}={value!r:.60} is for reading, but train was read already; leave it out.")
 
 
 def read_parts(train: Any, trusted: Any, test: Any, reading: dict[str, Any]) -> list[Labelled]:

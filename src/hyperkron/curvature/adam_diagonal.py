@@ -13,6 +13,7 @@ from hyperkron.curvature.base import Curvature, CurvatureState, DiagonalOperator
 from hyperkron.evaluation.point import Point
 from hyperkron.solution import HyperkronError, warn_once
 from hyperkron.trees import HALF_TYPES
+from hyperkron.validation import first_of
 
 OTHER_STEPS = (torch.optim.NAdam, torch.optim.RAdam)
 """Optimizers with Adam's moments that take another step."""
@@ -48,7 +49,7 @@ class AdamDiagonal(Curvature):
         missing = [name for name, p in point.params.items() if id(p) not in groups]
         if missing:
             raise HyperkronError(
-                f"optimizer does not hold the model's parameter {missing[0]} (and {len(missing) - 1} others); "
+                f"optimizer does not hold the model's parameter {first_of(missing)}; "
                 "pass the optimizer that trains this model, or freeze that parameter."
             )
         if any(group.get("maximize") for group in groups.values()):

@@ -13,6 +13,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from hyperkron import trees
 from hyperkron.solution import HyperkronError, warn_once
 from hyperkron.trees import HALF_TYPES, Tree
+from hyperkron.validation import first_of
 
 
 class UndifferentiableError(HyperkronError):
@@ -130,7 +131,7 @@ def warn_of_strangers(value: Tensor, *own: Tree) -> None:
     if found:
         warn_once(
             f"strangers {found}",
-            f"the inner loss depends on a parameter of shape {found[0]} (and {len(found) - 1} others) that belongs "
+            f"the inner loss depends on a parameter of shape {first_of(found)} that belongs "
             "neither to model nor to hyper, so hypergradients take it for a constant. If it is trained with the model, "
             "as that of a criterion, pass one module that holds both; if not, call requires_grad_(False) on it.",
         )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from hyperkron.batch_tensors import map_tensors, tensors_of
+from hyperkron.solution import HyperkronError
 
 EXTREME = {"model parameter": 1e4}
 """How large an entry must be to be named when a result is not finite; 1e6 for everything but θ."""
@@ -50,9 +53,29 @@ def culprits(tensors: Iterable[tuple[str, Tensor]]) -> str:
     found = bad or [(kind, what) for _, kind, what in sorted(large, reverse=True)]
     if not found:
         return ""
-    usual = "remove or repair them" if bad else "scale them down"
-    remedy = next((REMEDIES[kind] for kind, _ in found if kind in REMEDIES), usual)
+    found.sort(key=lambda pair: pair[0] in REMEDIES)  # data first: it may have spoilt the parameters
+    spoilt = bad and found[0][0] not in REMEDIES and found[-1][0] in REMEDIES
+    usual = f"remove or repair them{', and restore the parameters' if spoilt else ''}" if bad else "scale them down"
+    remedy = REMEDIES.get(found[0][0], usual)
     return "; ".join([*(what for _, what in found[:3]), remedy])
+
+
+@contextmanager
+def explained(objective: str, argument: str, batch: Any) -> Iterator[None]:
+    """An objective that fails on no batch at all, or on a whole dataset, says what it should have been given."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if batch is None:
+            raise HyperkronError(
+                f"{objective} failed on a batch that is None ({error}); give {objective}_data."
+            ) from error
+        if isinstance(batch, (DataLoader, Dataset)):
+            raise HyperkronError(
+                f"{argument} is a {type(batch).__name__}, on which {objective} failed ({error}); "
+                "pass one batch, such as next(iter(loader))."
+            ) from error
+        raise
 
 
 def misplaced(

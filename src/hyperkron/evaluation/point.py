@@ -21,7 +21,7 @@ from torch.func import functional_call
 from hyperkron.batch_tensors import tensors_of
 from hyperkron.evaluation import sharded
 from hyperkron.evaluation.differentiation import warn_of_strangers
-from hyperkron.evaluation.inputs import culprits, differentiable_batch, misplaced
+from hyperkron.evaluation.inputs import culprits, differentiable_batch, explained, misplaced
 from hyperkron.evaluation.passes import Pass, Passes
 from hyperkron.evaluation.snapshot import Snapshot, reseed
 from hyperkron.kernels.checkpoints import differentiable_checkpoints
@@ -166,7 +166,8 @@ class Point:
         if stream:
             reseed(stream, self.device)
         try:
-            value = self._call(level, batch, params, differentiable)
+            with explained(called, given, batch):
+                value = self._call(level, batch, params, differentiable)
         except LayoutError:
             if self.recording:
                 raise
@@ -180,14 +181,7 @@ class Point:
                     "outside, under torch.no_grad() if need be, or clone() it."
                 ) from error
             raise
-        except TypeError as error:
-            if batch is None:
-                raise HyperkronError(f"{level} failed on a batch that is None ({error}); give {level}_data.") from error
-            raise
-        try:
-            loss = as_loss(value)
-        except HyperkronError as error:
-            raise HyperkronError(f"{called} did not return a loss: {error}") from None
+        loss = as_loss(value, called)
         remedy = f"look for nan, inf or extreme values in {given}, in hyper and in the model's parameters"
         seen = None if self.execution.queued else batch  # a check that waits must not keep the batch
         self.finite(f"{called} loss{place}" if called == level else called, loss.value, remedy, given, seen)

@@ -119,6 +119,10 @@ class Implicit(Hypergradient):
         self.cross = Cross(cross, radius)
         self._forget()
 
+    def __repr__(self) -> str:
+        extra = f", preconditioner={self.preconditioner!r}" if self.preconditioner else ""
+        return f"Implicit({self.curvature!r}, {self.solver!r}{extra})"
+
     def _check_slots(self) -> None:
         """Refuse arguments of the wrong type, such as a class instead of an instance, and unsupported combinations."""
         slots = [("curvature", self.curvature, Curvature, "KFAC()"), ("solver", self.solver, Solver, "Direct()")]

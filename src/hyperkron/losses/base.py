@@ -314,8 +314,10 @@ class Loss:
         return -self + other
 
 
-def as_loss(x: Any) -> Loss:
+def as_loss(x: Any, objective: str = "") -> Loss:
     """``x`` as a :class:`Loss`: itself, or a scalar tensor as a loss whose curvature is unknown.
+
+    ``objective`` is the name of the function that returned ``x``, for error messages.
 
     Example:
         >>> import torch
@@ -324,9 +326,10 @@ def as_loss(x: Any) -> Loss:
     """
     if isinstance(x, Loss):
         return x
+    name = f"{objective} did not return a loss: loss" if objective else "loss"
     if not isinstance(x, Tensor):
-        raise HyperkronError(f"loss is a {type(x).__name__} ({x!r:.60}); return a hyperkron Loss or a scalar tensor.")
-    _require_scalar(x, "loss")
+        raise HyperkronError(f"{name} is a {type(x).__name__} ({x!r:.60}); return a hyperkron Loss or a scalar tensor.")
+    _require_scalar(x, name)
     return Loss(x, plain=(x,))
 
 

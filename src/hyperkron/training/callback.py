@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,8 @@ class Callback:
 
 def checked(callbacks: Sequence[Callback]) -> list[Callback]:
     """The callbacks of a run; classes and functions in their place are refused, and misspelt methods named."""
+    if not isinstance(callbacks, Iterable):
+        raise HyperkronError(f"callbacks is a {type(callbacks).__name__}, not a list; pass callbacks=[…].")
     found = list(callbacks)  # a generator is read once
     for one in found:
         if not isinstance(one, Callback):

@@ -145,7 +145,7 @@ class _Divided:
             seen |= replicated(self.group, here)
         alike = differentiable_checkpoints(keep=True)
         with _own_draws(self.group.rank, device), alike, gathering(model, self.group):
-            loss = as_loss(functional_call(both, seen, (self.function, part)))
+            loss = as_loss(functional_call(both, seen, (self.function, part)), self.level)
         return self._whole(loss, part, {id(x): live[name] for name, x in seen.items()})
 
     def _whole(self, loss: Loss, part: Any, own: dict[int, Tensor]) -> Loss:
