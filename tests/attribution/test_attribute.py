@@ -101,6 +101,7 @@ class Stream(IterableDataset):
         ({"batch_size": 0}, "batch_size=0"),
         ({"way": "sideways"}, "way='sideways'"),
         ({"model": []}, "model is an empty list"),
+        ({"model": len}, "model is a builtin_function_or_method, not a torch.nn.Module"),
         ({"train": 3}, "train is a int"),
         ({"train": (torch.ones(3, 5), torch.ones(3), None)}, "train holds a NoneType beside .*leave out what is None"),
         ({"train": {"x": {"ids": torch.ones(3, 5)}}}, "train holds a dict beside or in place of tensors"),
@@ -121,6 +122,16 @@ def test_arguments_that_make_no_sense_are_refused(changed, message):
 def test_a_query_that_is_not_there():
     with pytest.raises(hk.HyperkronError, match="query=3 is not one of the 2 queries"):
         hk.Attribution(torch.zeros(2, 4)).helpful(3)
+    with pytest.raises(hk.HyperkronError, match="count=-1 must be a whole number ≥ 0"):
+        hk.Attribution(torch.zeros(2, 4)).harmful(0, -1)
+
+
+def test_it_may_be_called_in_inference_mode():
+    model, train, queries = made()
+    wanted = hk.attribute(loss, model, train, queries).scores
+    with torch.inference_mode():
+        found = hk.attribute(loss, model, train, queries).scores.clone()
+    assert torch.equal(found, wanted)
 
 
 # --- mixed precision, and what is refused ------------------------------------------------------------------

@@ -47,6 +47,8 @@ def test_the_damping_that_agrees_is_that_of_the_scores_most_like_the_exact_ones(
 
     for wanted in (1e-2, 1e-3, 1e-4):
         assert agreeing_damping(scored, Attribution(3 * scored(wanted).scores + 5)) == wanted
+        small = Attribution(1e-12 * scored(wanted).scores)
+        assert agreeing_damping(lambda delta: Attribution(1e-12 * scored(delta).scores), small) == wanted
 
 
 def test_ekfac_of_a_linear_model_agrees_with_an_exact_solve_at_the_same_damping():
@@ -59,6 +61,12 @@ def test_ekfac_of_a_linear_model_agrees_with_an_exact_solve_at_the_same_damping(
 
     exact = scored(hk.cg(20, curvature=hk.curvature.GGN(1e-3)))
     assert agreeing_damping(lambda d: scored(hk.kfac(d, fisher="type-2")), exact, [1.0, 1e-1, 1e-3]) == 1e-3
+
+
+@pytest.mark.parametrize(("fast", "exact", "named"), [(torch.nan, 1.0, r"scored\(0\.1\)"), (1.0, torch.inf, "exact")])
+def test_scores_that_are_not_finite_agree_with_nothing(fast, exact, named):
+    with pytest.raises(hk.HyperkronError, match=f"{named} has scores that are not finite"):
+        agreeing_damping(lambda _: Attribution(torch.full((1, 3), fast)), Attribution(torch.full((1, 3), exact)), [0.1])
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Losses that are means over tokens, of which some do not count: every token has the same weight in J_in."""
+"""Losses that are means over rows (tokens, examples), of which some do not count: the others weigh alike in J_in."""
 
 from __future__ import annotations
 
@@ -19,22 +19,28 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> hk.losses.Loss:
     return hk.losses.cross_entropy(model(batch[0]), batch[1])
 
 
-@pytest.fixture
-def made() -> tuple[Any, ...]:
-    """Sequences sorted by length, so that batches have different numbers of tokens, and their gradients in J_in."""
+@pytest.fixture(params=["tokens", "examples"])
+def made(request: pytest.FixtureRequest) -> tuple[Any, ...]:
+    """Sequences sorted by length, so that batches have different numbers of tokens, or examples of which some have no
+    label, and their gradients in J_in."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
-    x, y = torch.randn(40, 8, 5, dtype=torch.float64), torch.randint(0, 3, (40, 8))
-    y[torch.arange(8) >= torch.arange(1, 41)[:, None] // 5] = -100
-    y[2:5, 0] = 1  # the first two have no token at all
-    queries = x[:4].flip(1), torch.randint(0, 3, (4, 8))
+    shape = (8,) if request.param == "tokens" else ()
+    x, y = torch.randn(40, *shape, 5, dtype=torch.float64), torch.randint(0, 3, (40, *shape))
+    if shape:
+        y[torch.arange(8) >= torch.arange(1, 41)[:, None] // 5] = -100
+        y[2:5, 0] = 1  # the first two have no token at all
+    else:
+        y[[4, 5, 6, 7, 9, 30]] = -100
+    queries = x[:4].flip(1), torch.randint(0, 3, (4, *shape))
 
     def gradient(x: Tensor, y: Tensor) -> Tensor:
         value = nn.functional.cross_entropy(model(x), y, reduction="sum", ignore_index=-100)
         return torch.cat([g.flatten() for g in torch.autograd.grad(value, list(model.parameters()))])
 
     shares = torch.stack([gradient(*one) for one in zip(x, y, strict=True)]) / (y != -100).sum()
-    return model, (x, y), queries, shares, torch.stack([gradient(*one) / 8 for one in zip(*queries, strict=True)])
+    each = torch.stack([gradient(*one) for one in zip(*queries, strict=True)])
+    return model, (x, y), queries, shares, each / queries[1][0].numel()
 
 
 @pytest.mark.parametrize("way", ["layers", "forward"])

@@ -105,6 +105,67 @@ def test_both_ways_agree(name, method):
     assert torch.allclose(layers, forward, rtol=1e-10, atol=1e-12)
 
 
+def penalised(model, batch):
+    x = batch[0].clone().requires_grad_()
+    output = model(x)
+    (slope,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
+    return hk.losses.cross_entropy(output, batch[1]) + hk.losses.mse(slope, torch.zeros_like(slope))
+
+
+def attacked(model, batch):
+    x = batch[0].clone().requires_grad_()
+    (slope,) = torch.autograd.grad(nn.functional.cross_entropy(model(x), batch[1]), x)
+    return hk.losses.cross_entropy(model(batch[0] + 0.1 * slope.sign()), batch[1])
+
+
+@pytest.mark.parametrize("made_of", [penalised, attacked])
+@pytest.mark.parametrize("way", ["auto", "forward"])
+def test_losses_may_be_made_of_gradients(made_of, way, tmp_path):
+    model, train, queries = made("mlp")
+
+    def gradients(data):
+        each = [made_of(model, [part[n : n + 1] for part in data]).value for n in range(len(data[0]))]
+        return torch.stack([torch.cat([g.flatten() for g in torch.autograd.grad(x, model.parameters())]) for x in each])
+
+    options = {"method": hk.identity(), "way": way, "batch_size": 4}
+    wanted = gradients(queries) @ gradients(train).T / 9
+    found = hk.attribute(made_of, model, train, queries, **options).scores
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+    stored = hk.attribute(made_of, model, train, queries, **options, out=tmp_path).scores
+    torch.testing.assert_close(stored, wanted.float(), rtol=1e-5, atol=1e-7)
+
+
+def test_a_plain_penalty_is_named_where_forward_mode_cannot_tell_it_from_examples():
+    model, train, queries = made("mlp")
+
+    def summed(model, batch):
+        return loss(model, batch) + sum(p.square().sum() for p in model.parameters())
+
+    with pytest.raises(hk.HyperkronError, match=r"a plain tensor is added to the loss, .* l2\(\.\.\.\) as a penalty"):
+        hk.attribute(summed, model, train, queries, way="forward", method=hk.identity())
+
+
+class Root(nn.Module):
+    """A square root, with an infinite derivative at 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 3, bias=False)
+
+    def forward(self, x):
+        return self.layer(x).abs().sqrt()
+
+
+@pytest.mark.parametrize("way", ["layers", "forward"])
+@pytest.mark.parametrize("stored", [False, True])
+def test_scores_that_are_not_finite_name_the_row(way, stored, tmp_path):
+    _, (x, y), queries = made("mlp")
+    model, x = Root().double(), x.index_fill(0, torch.tensor(7), 0.0)
+    given = {"method": hk.identity(), "batch_size": 4, "out": tmp_path if stored else None}
+    with pytest.raises(hk.HyperkronError, match="the scores of row 7 of train are not finite"):
+        hk.attribute(loss, model, (x, y), queries, **given, way=way)
+
+
 def test_the_training_set_is_measured_as_a_whole():
     model, train, queries = made("mlp")
     method = hk.ekfac(1e-2, fisher="type-2")

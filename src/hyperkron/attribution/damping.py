@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hyperkron.attribution.result import Attribution
-from hyperkron.solution import HyperkronError
+from hyperkron.solution import HyperkronError, NonFiniteError
 from hyperkron.validation import check_interval, check_nonnegative, check_positive
 
 
@@ -91,11 +91,14 @@ def agreeing_damping(
                 f"scored({damping}) has scores of shape {tuple(scores.shape)}, and exact of "
                 f"{tuple(exact.scores.shape)}; score the same queries and examples."
             )
-        found[damping] = float(
-            torch.cosine_similarity(_centred(scores), _centred(exact.scores).to(scores.device)).mean()
-        )
+        fast, slow = _directions(f"scored({damping})", scores), _directions("exact", exact.scores).to(scores.device)
+        found[damping] = float((fast * slow).sum(1).mean())
     return max(found, key=lambda damping: found[damping])
 
 
-def _centred(scores: Tensor) -> Tensor:
-    return scores.double() - scores.double().mean(1, keepdim=True)
+def _directions(name: str, scores: Tensor) -> Tensor:
+    """The scores of each query less their mean, as a vector of length 1; zero where all are alike."""
+    if not bool(scores.isfinite().all()):
+        raise NonFiniteError(f"{name} has scores that are not finite; give other dampings, or other queries.")
+    centred = scores.double() - scores.double().mean(1, keepdim=True)
+    return torch.nn.functional.normalize(centred, eps=torch.finfo(centred.dtype).tiny)

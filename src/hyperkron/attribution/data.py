@@ -12,9 +12,9 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from hyperkron.batch_tensors import map_tensors
 from hyperkron.evaluation.point import Level, Point
-from hyperkron.losses import Loss
 from hyperkron.problem import rows, shares
-from hyperkron.solution import HyperkronError
+from hyperkron.solution import HyperkronError, NonFiniteError
+from hyperkron.trees import widened
 
 COMPARED = 16
 """Examples in the first batch, on which gradients are compared; losses on as many from all over the set."""
@@ -106,33 +106,35 @@ class Parts:
         return (self.rows.batch(*span) for span in self.spans)
 
 
-def shares_of(losses: Iterable[Loss], sizes: Sequence[int]) -> list[float]:
-    """What each of some losses, of ``sizes`` examples, counts in the mean over the rows (tokens) of all of them."""
-    return shares([rows(loss.terms, size) for loss, size in zip(losses, sizes, strict=True)])
-
-
 def batch_shares(point: Point, parts: Parts, level: Level = "inner") -> list[float]:
-    """What each batch counts in the loss of all: by its examples, or where the loss is a mean over tokens, by these.
+    """What each batch counts in the loss of all: by its rows (examples, or tokens) that are not masked.
 
     Which of them count is known only after a forward pass over the data.
     """
     if len(parts) == 1:
         return [1.0]
 
-    def evaluated(start: int, stop: int) -> Loss:
-        with torch.no_grad():
-            return point.evaluate(level, parts.rows.batch(start, stop))
+    def counted(start: int, stop: int) -> tuple[float, ...]:  # with gradients, which the loss may be made of
+        return rows(point.evaluate(level, parts.rows.batch(start, stop)).terms, stop - start)
 
-    def examples_count(few: int) -> bool:
-        try:
-            return all(t.valid is None and t.row_losses.numel() == few for t in evaluated(0, few).terms)
-        except HyperkronError:  # so few may have no token that counts
-            return False
+    return shares([counted(*span) for span in parts.spans])
 
-    sizes = [stop - start for start, stop in parts.spans]
-    if examples_count(min(2, len(parts.rows))):
-        return [size / len(parts.rows) for size in sizes]
-    return shares_of((evaluated(*span) for span in parts.spans), sizes)
+
+def weighed(pieces: Iterable[tuple[Tensor, tuple[float, ...]]]) -> Tensor:
+    """What belongs to the loss of all examples, from its pieces for the loss of each batch, which are overwritten, and
+    the rows that count in these losses."""
+    found, counts = zip(*((widened({"": piece})[""], counted) for piece, counted in pieces), strict=True)
+    return finite(torch.cat([x.mul_(share) for x, share in zip(found, shares(list(counts)), strict=True)], 1))
+
+
+def finite(scores: Tensor, first: int = 0) -> Tensor:
+    """``scores`` (queries, examples) from row ``first`` of the training examples on, refused if they are not finite."""
+    if not bool((fine := scores.sum(0).isfinite()).all()):
+        raise NonFiniteError(
+            f"the scores of row {first + int(fine.logical_not().nonzero()[0])} of train are not finite; look for "
+            "extreme values in it, and for infinite derivatives in the loss or the model, such as that of sqrt at 0."
+        )
+    return scores
 
 
 def _tensors(given: Any) -> list[Tensor]:

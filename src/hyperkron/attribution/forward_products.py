@@ -21,6 +21,7 @@ from hyperkron.cross.ways import NoForwardModeError, along, forward_mode
 from hyperkron.curvature.kfac.taps import in_order
 from hyperkron.evaluation.differentiation import gradient_tree, in_half_precision
 from hyperkron.evaluation.point import Point
+from hyperkron.problem import rows
 from hyperkron.solution import HyperkronError
 from hyperkron.trees import Tree
 
@@ -38,6 +39,7 @@ class ForwardProducts(Products):
     def __init__(self, point: Point) -> None:
         super().__init__(point)
         self._contiguous = False  # whether images must have their channels first
+        self._differentiable = False  # whether the loss needs a graph
         self._compared = self._moving = False
 
     def __call__(self, batch: Any, vectors: Tree, count: int) -> Tensor:
@@ -61,7 +63,8 @@ class ForwardProducts(Products):
 
     def _compare(self, batch: Any, vectors: Tree, found: Tensor) -> None:
         """Refuse tangents that are not those of the gradient."""
-        value = without_penalties(self.point.evaluate("inner", batch))
+        loss = self.point.evaluate("inner", batch)
+        value = without_penalties(loss)
         coarse = in_half_precision(value)
         gradient = gradient_tree(value, self.point.params)
         near = HALF_AGREEMENT if coarse else AGREEMENT.get(self.point.dtype, HALF_AGREEMENT)
@@ -71,28 +74,35 @@ class ForwardProducts(Products):
             noise = rounding * float(trees.norm(gradient)) * float(trees.norm(v))  # where the two are nearly orthogonal
             if abs(gap) > near * float(moved.abs().sum()) + noise:
                 raise UnsuitableError(
-                    "way='forward' does not see what stops gradients in this model (padding_idx of an embedding whose "
-                    "weight is used elsewhere too, torch.no_grad()); use way='layers'."
+                    "a plain tensor is added to the loss, which does not tell the losses of single examples; add terms "
+                    "of hyperkron.losses, such as mse(...), and l2(...) as a penalty."
+                    if loss.opaque
+                    else "way='forward' does not see what stops gradients in this model (padding_idx of an embedding "
+                    "whose weight is used elsewhere too, torch.no_grad()); use way='layers'."
                 )
 
     def _along(self, batch: Any, v: Tree) -> Tensor:
-        if not self._contiguous:
-            try:
-                return self._tangents(batch, v)
-            except RuntimeError as error:  # torch's tangent of group_norm takes views that channels last do not allow
-                if "view size is not compatible" not in str(error):
-                    raise
-                self._contiguous = True
-        return self._tangents(map_tensors(in_order, batch), v)
+        try:
+            return self._tangents(map_tensors(in_order, batch) if self._contiguous else batch, v)
+        except RuntimeError as error:
+            said = str(error)
+            if not self._contiguous and "view size is not compatible" in said:
+                self._contiguous = True  # torch's tangent of group_norm takes views that channels last do not allow
+            elif not self._differentiable and "does not require grad" in said:
+                self._differentiable = True  # the loss is made of gradients, as a gradient penalty is
+            else:
+                raise
+        return self._along(batch, v)
 
     def _tangents(self, batch: Any, v: Tree) -> Tensor:
-        with torch.no_grad(), forward_mode(), dual_level():
+        with torch.set_grad_enabled(self._differentiable), forward_mode(), dual_level():
             loss, _ = along(self.point, trees.cast(v, self.point.params), batch)
             if not loss.terms:
                 raise UnsuitableError(
                     "loss returned a plain tensor, which does not tell the losses of single examples; return "
                     "hyperkron.losses.cross_entropy(...), mse(...) or binary_cross_entropy(...)."
                 )
+            self.counted = rows(loss.terms, 0)
             tangents = [unpack_dual(weighted_rows(term, self._moving)).tangent for term in loss.terms]
         found = [tangent.reshape(len(tangent), -1).sum(1) for tangent in tangents if tangent is not None]
         if not found:
@@ -100,4 +110,4 @@ class ForwardProducts(Products):
                 "the loss of the training examples does not depend on the model's parameters; compute it from the "
                 "model it is given, without detach() or torch.no_grad()."
             )
-        return torch.stack(found).sum(0)
+        return torch.stack(found).sum(0).detach()

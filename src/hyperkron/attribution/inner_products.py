@@ -30,6 +30,7 @@ from hyperkron.evaluation.differentiation import gradient_tree
 from hyperkron.evaluation.point import Level, Point
 from hyperkron.kernels.split_products import full_precision
 from hyperkron.losses import Loss
+from hyperkron.problem import rows
 from hyperkron.trees import Tree
 
 ROUNDINGS, HALF_ROUNDINGS = 1e3, 2.0
@@ -41,9 +42,11 @@ class Products(ABC):
 
     Attributes:
         coordinates: the blocks of which vectors are given as coordinates, which only the way by layers can use.
+        counted: over how many rows the means in the loss of the last batch ran.
     """
 
     name: ClassVar[str]
+    counted: tuple[float, ...] = ()
 
     def __init__(self, point: Point) -> None:
         self.point, self.coordinates = point, EigenCoordinates({}, {})
@@ -115,8 +118,9 @@ class LayerProducts(Products):
         with self._watched(used) as calls:
             loss = self.point.evaluate(self.level, batch)
             value = without_penalties(loss)
-        counted = [term.coefficients.flatten() for term in loss.terms]
-        if self.alike and not all(bool((x == x[0]).all()) for x in counted):
+        self.counted = rows(loss.terms, count)
+        weights = [term.coefficients.flatten() for term in loss.terms]
+        if self.alike and not all(bool((x == x[0]).all()) for x in weights):
             raise UnsuitableError("the loss leaves out rows of the batch, or weights them; use way='forward'.")
         reached: list[LayerCall] = []
         if calls and value.requires_grad:
@@ -138,8 +142,8 @@ class LayerProducts(Products):
         for call in reached:
             if isinstance(call, BlockCall):
                 name, layer = call.block.name, call.block.layer
-                rows = call.g.numel() / max(1, count * layer.groups * layer.d_out)
-                self.positions[name] = self.positions.get(name, 0.0) + rows
+                positions = call.g.numel() / max(1, count * layer.groups * layer.d_out)
+                self.positions[name] = self.positions.get(name, 0.0) + positions
         return reached, loss
 
     def _compare(self, calls: list[LayerCall], weights: Tensor, wanted: Tree) -> None:
@@ -194,12 +198,15 @@ class KeptProducts(KeptGradients):
         value = without_penalties(loss)
         return [(value, torch.ones_like(value))]
 
-    def products(self, vectors: Tree, params: Tree, bases: Mapping[str, Eigenbasis]) -> Iterator[Tensor]:
-        """⟨V_q, ∂_θ c_n⟩ of a part after the other; ``vectors`` has coordinates of the blocks in ``bases``."""
+    def products(
+        self, vectors: Tree, params: Tree, bases: Mapping[str, Eigenbasis]
+    ) -> Iterator[tuple[Tensor, tuple[float, ...]]]:
+        """⟨V_q, ∂_θ c_n⟩ of a part after the other, and the rows that count in its loss; ``vectors`` has coordinates of
+        the blocks in ``bases``."""
         apart = QueryVectors(vectors, bases)
-        for _, part in self.parts:
+        for counted, part in self.parts:
             calls = [BlockCall(one.block, params, one) for one in part]
-            yield torch.stack([call.scores(apart) for call in calls]).sum(0)
+            yield torch.stack([call.scores(apart) for call in calls]).sum(0), (counted,)
 
 
 def layers_of(point: Point, level: Level = "inner", alike: bool = False) -> LayerProducts | None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hyperkron.solution import HyperkronError
+from hyperkron.validation import check_whole
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Attribution:
         return self._top(query, count, largest=False)
 
     def _top(self, query: int, count: int, *, largest: bool) -> list[tuple[int, float]]:
+        check_whole("count", count, 0)
         queries, examples = self.scores.shape
         if not -queries <= query < queries:
             raise HyperkronError(f"query={query} is not one of the {queries} queries; count from 0.")

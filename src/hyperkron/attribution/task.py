@@ -21,7 +21,7 @@ from hyperkron.attribution.checks import (
     warn_of_reduced,
     warn_of_status,
 )
-from hyperkron.attribution.data import COMPARED, ExampleRows, Parts, batch_shares, shares_of
+from hyperkron.attribution.data import COMPARED, ExampleRows, Parts, batch_shares, finite, weighed
 from hyperkron.attribution.eigenbasis import EigenCoordinates, usable
 from hyperkron.attribution.example_losses import without_penalties
 from hyperkron.attribution.forward_products import ForwardProducts
@@ -35,7 +35,7 @@ from hyperkron.evaluation.point import Level, Point, independent, trainable
 from hyperkron.hyper import as_hyper
 from hyperkron.hypergradient import Implicit
 from hyperkron.losses import Loss
-from hyperkron.problem import BilevelProblem
+from hyperkron.problem import BilevelProblem, rows, shares
 from hyperkron.solution import HyperkronError, Solution, Status, worst
 from hyperkron.training.program import Program
 from hyperkron.trees import Tree
@@ -87,11 +87,11 @@ class Task:
         self.loss, self.query_loss = checked_loss("loss", loss), checked_loss("query_loss", query_loss)
         first = next(iter(self.params.values()))
 
-        def rows(name: str, given: Any) -> ExampleRows:
+        def examples(name: str, given: Any) -> ExampleRows:
             return ExampleRows(name, given, first.device, collate)
 
-        self.train, self.queries = Parts(rows("train", train), batch_size, COMPARED), rows("queries", queries)
-        measured = self.train.rows if curvature_data is None else rows("curvature_data", curvature_data)
+        self.train, self.queries = Parts(examples("train", train), batch_size, COMPARED), examples("queries", queries)
+        measured = self.train.rows if curvature_data is None else examples("curvature_data", curvature_data)
         self.curvature = Parts(measured, batch_size)
         self.given = {
             "loss": loss,
@@ -105,7 +105,8 @@ class Task:
             "method": method,
             "batch_size": batch_size,
         }
-        self.hyper = as_hyper(torch.zeros(1, device=first.device, dtype=first.dtype))
+        with torch.inference_mode(False):
+            self.hyper = as_hyper(torch.zeros(1, device=first.device, dtype=first.dtype))
 
     def scores(self, aggregate: bool, way: Way, folder: Path | None, progress: bool) -> Attribution:
         count, total = 1 if aggregate else len(self.queries), len(self.train.rows)
@@ -130,12 +131,13 @@ class Task:
                     vectors.update(known.to_vectors(vectors))
             if store is None:
                 kept = self._kept_pieces(point.kept, ways, vectors)
-                pieces = self.pieces(ways, vectors, 0, progress) if kept is None else kept
-                scores = trees.widened({"": torch.cat([piece for _, piece in pieces], 1)})[""]
+                scores = weighed((x[1:] for x in self.pieces(ways, vectors, 0, progress)) if kept is None else kept)
             else:
-                for start, piece in self.pieces(ways, vectors, store.done, progress):
+                counted = batch_shares(point, self.train) if store.done < total else []
+                share = dict(zip(self.train.spans, counted, strict=False))
+                for span, piece, _ in self.pieces(ways, vectors, store.done, progress):
                     point.settle()
-                    store.write(start, piece)
+                    store.write(span[0], finite(piece.float() * share[span], span[0]))
                 scores = store.scores()
         stats = {"way": ways[0].name, **stats, "status": Status[stats["status"]]}
         warn_of_status(stats["status"])
@@ -143,13 +145,13 @@ class Task:
 
     def pieces(
         self, ways: list[Products], vectors: Tree, first: int = 0, progress: bool = False
-    ) -> Iterator[tuple[int, Tensor]]:
-        """1/N ⟨v_q, ∂_θ c_n⟩ of a batch of examples after the other, with the first row of each, from ``first`` on."""
-        counted = zip(self.train.spans, batch_shares(ways[0].point, self.train), strict=True)
-        spans = [(span, share) for span, share in counted if span[0] >= first]
-        for (start, stop), share in tqdm(spans, disable=not progress, unit="batch", desc="scores", dynamic_ncols=True):
+    ) -> Iterator[tuple[tuple[int, int], Tensor, tuple[float, ...]]]:
+        """⟨v_q, ∂_θ c_n⟩ of a batch of examples after the other, from row ``first`` on, c_n being their shares in the
+        loss of the batch: with the span of each, and the rows that count in its loss."""
+        spans = [span for span in self.train.spans if span[0] >= first]
+        for start, stop in tqdm(spans, disable=not progress, unit="batch", desc="scores", dynamic_ncols=True):
             batch = self.train.rows.batch(start, stop)
-            yield start, first_suitable(ways, batch, vectors, stop - start) * share
+            yield (start, stop), first_suitable(ways, batch, vectors, stop - start), ways[0].counted
 
     def _keeping(self, way: Products, count: int) -> KeptProducts | None:
         """Where gradients of the training examples may be kept while A is measured on them.
@@ -169,7 +171,7 @@ class Task:
 
     def _kept_pieces(
         self, kept: KeptProducts | None, ways: list[Products], vectors: Tree
-    ) -> Iterator[tuple[int, Tensor]] | None:
+    ) -> Iterator[tuple[Tensor, tuple[float, ...]]] | None:
         """:meth:`pieces` from gradients that were kept; ``None`` where they are not complete, or the way by layers does
         not suit the model, which the first batch shows."""
         if kept is None or not kept.complete:
@@ -181,46 +183,40 @@ class Task:
         first_suitable(ways, self.train.rows.batch(start, stop), vectors, stop - start)
         if not (isinstance(ways[0], LayerProducts) and ways[0].by_blocks):  # a tied embedding has gradients, too
             return None
-        each = zip(self.curvature.spans, batch_shares(ways[0].point, self.curvature), strict=True)
-        found = kept.products(vectors, self.params, ways[0].coordinates.bases)
-        return ((span[0], piece * share) for (span, share), piece in zip(each, found, strict=True))
+        return kept.products(vectors, self.params, ways[0].coordinates.bases)
 
     def self_influence(self, progress: bool) -> Tensor:
-        found: list[Tensor] = []
         total, numbers = len(self.train.rows), sum(p.numel() for p in self.params.values())
         parts = Parts(self.train.rows, max(1, min(self.train.size, CHUNK // numbers)))
-        statuses = set()
+        found: list[Tensor] = []
+        counts, statuses = list[tuple[float, ...]](), set()
         with self.point() as point:
             inverse, layers = self.method.inverse(point), layers_of(point)
-            counted = list(zip(parts.spans, batch_shares(point, parts), strict=True))
-            for (start, stop), share in tqdm(counted, disable=not progress, unit="batch", dynamic_ncols=True):
-                gradients, layers = self._gradients(point, layers, start, stop, share)
+            for start, stop in tqdm(parts.spans, disable=not progress, unit="batch", dynamic_ncols=True):
+                gradients, layers, counted = self._gradients(point, layers, start, stop)
                 solution = inverse(gradients)
                 statuses.add(solution.status)
                 dots = [(solution.value[name] * g).reshape(len(g), -1).sum(1) for name, g in gradients.items()]
-                found.append(torch.stack(dots).sum(0) / total)
+                found.append(torch.stack(dots).sum(0))
+                counts.append(counted)
         warn_of_status(worst(statuses))
-        return torch.cat(found)
+        return torch.cat([x * share**2 * total for x, share in zip(found, shares(counts), strict=True)])
 
     def _gradients(
-        self, point: Point, layers: LayerProducts | None, start: int, stop: int, share: float
-    ) -> tuple[Tree, LayerProducts | None]:
-        """∂_θ of the losses of single training examples, stacked: by layers, or where that fails one by one.
-
-        ``share`` is what these examples count in J_in together.
-        """
-        total = len(self.train.rows)
+        self, point: Point, layers: LayerProducts | None, start: int, stop: int
+    ) -> tuple[Tree, LayerProducts | None, tuple[float, ...]]:
+        """∂_θ of the shares of single training examples in the loss of these, stacked, and the rows that count in it:
+        by layers, or where that fails one by one."""
         if layers is not None:
             try:
-                found = layers.gradients(self.train.rows.batch(start, stop), stop - start)
-                return trees.scale(found, share * total), layers
+                return layers.gradients(self.train.rows.batch(start, stop), stop - start), layers, layers.counted
             except UnsuitableError:
                 pass
         batches = [self.train.rows.batch(n, n + 1) for n in range(start, stop)]
-        with torch.no_grad():
-            own = shares_of([point.evaluate("inner", batch) for batch in batches], [1] * len(batches))
-        each = [self._gradient(point, "inner", batch) for batch in batches]
-        return trees.stacked([trees.scale(g, x * share * total) for g, x in zip(each, own, strict=True)]), None
+        counts = [rows(point.evaluate("inner", batch).terms, 1) for batch in batches]
+        each = zip(shares(counts), (self._gradient(point, "inner", batch) for batch in batches), strict=True)
+        together = tuple(map(sum, zip(*counts, strict=True)))
+        return trees.stacked([trees.scale(g, share) for share, g in each]), None, together
 
     def _vectors(self, point: Point, aggregate: bool, progress: bool, way: Products) -> tuple[Tree, dict[str, Any]]:
         """A⁻¹ ∂_θ f_q of every query, stacked, and what is to be told of the solves.
@@ -367,13 +363,13 @@ class Task:
         levels: tuple[tuple[Level, ExampleRows], ...] = (("inner", self.train.rows), ("outer", self.queries))
         if point.device.type != "cpu" or not self._convolves:
             return
-        for level, rows in levels:
-            rows.channels_last = True
+        for level, given in levels:
+            given.channels_last = True
             try:
                 with group_norms_checked(self.model):
-                    point.evaluate(level, rows.batch(0, COMPARED))
+                    point.evaluate(level, given.batch(0, COMPARED))
             except RuntimeError:
-                rows.channels_last = False
+                given.channels_last = False
         self.curvature.rows.channels_last = self.train.rows.channels_last
 
     @property
@@ -385,7 +381,9 @@ class Task:
         if not isinstance(batch, Parts):
             return self.loss(model, batch)
         parts = [self.loss(model, part) for part in batch]
-        counted = shares_of(parts, [stop - start for start, stop in batch.spans])
+        counted = shares(
+            [rows(part.terms, stop - start) for part, (start, stop) in zip(parts, batch.spans, strict=True)]
+        )
         weighted = (share * part for share, part in zip(counted, parts, strict=True))
         return sum(weighted, Loss(torch.zeros(())))
 

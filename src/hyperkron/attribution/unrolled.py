@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from hyperkron import trees
+from hyperkron.attribution.data import weighed
 from hyperkron.attribution.result import Attribution
 from hyperkron.attribution.task import LossOf, Task
 from hyperkron.curvature import EKFAC
@@ -105,7 +106,7 @@ def _segment(task: Task, v: Tree, time: float, progress: bool) -> tuple[Tensor, 
             raise HyperkronError(f"curvature={task.method.curvature!r:.60} has no eigenvalues; pass EKFAC(...).")
         moved = operator.function(partial(_moved, time), v)
         ways = task.ways(point, "auto", len(next(iter(v.values()))))
-        scores = torch.cat([piece for _, piece in task.pieces(ways, moved, progress=progress)], 1)
+        scores = weighed(found[1:] for found in task.pieces(ways, moved, progress=progress))
         return scores, trees.map(torch.Tensor.detach, operator.function(lambda a: (-time * a).exp(), v))
 
 
