@@ -5,7 +5,7 @@
 
 Processes are forked from this one, which never computes, and meet by gloo. Compared with one process are hypergradients
 by every method and runs of 50 steps: of models and λ that all processes hold alike, of models that ``fully_shard`` has
-divided, and of divided example weights. A kill is *survived* if the other process ends with a message within a minute,
+sharded, and of sharded example weights. A kill is *survived* if the other process ends with a message within a minute,
 and the two that are started again end where an uninterrupted run does (float64: to 1e-10); as often torchrun starts
 them again. The record goes to benchmarks/results/ranks.json.
 """
@@ -86,8 +86,8 @@ def traffic(size: int, folder: Path) -> dict[str, dict[str, int]]:
     }
 
 
-def divided(mode: str, runs: list[str]) -> dict[str, torch.Tensor]:
-    """Hypergradients and ends of runs with θ (``f``), λ (``w``) or both divided among processes; with "" neither."""
+def sharded(mode: str, runs: list[str]) -> dict[str, torch.Tensor]:
+    """Hypergradients and ends of runs with θ (``f``), λ (``w``) or both sharded; with "" neither."""
     found = {}
     for dtype, names in ((torch.float64, sharded_runs.METHODS), (torch.float32, sharded_runs.NAMED)):
         for name, x in sharded_runs.named(None, list(names), mode, dtype).items():
@@ -187,18 +187,18 @@ def errors_of(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -
     return record
 
 
-def compared_divided(folder: Path) -> dict[str, Any]:
-    """Divided θ and λ on 1, 2 and 4 processes against one process that has all of them."""
+def compared_sharded(folder: Path) -> dict[str, Any]:
+    """Sharded θ and λ on 1, 2 and 4 processes against one process that has all of them."""
     runs = list(sharded_runs.ALGORITHMS)
-    wanted = results(1, lambda: divided("", runs), folder)
+    wanted = results(1, lambda: sharded("", runs), folder)
     record: dict[str, Any] = {}
     for mode, what in (("w", "λ"), ("f", "θ"), ("fw", "θ and λ")):
         for size in (1, 2, 4):
             chosen = runs if mode == "w" else ["kfac"] if (mode, size) == ("f", 2) else []
-            found = results(size, lambda m=mode, c=chosen: divided(m, c), folder)  # type: ignore[misc]
+            found = results(size, lambda m=mode, c=chosen: sharded(m, c), folder)  # type: ignore[misc]
             here = {name: x for name, x in wanted.items() if name in found}
             record[f"{what} on {size}"] = errors_of(found, here)
-            print(f"{what} divided among {size}: {record[f'{what} on {size}']}", flush=True)
+            print(f"{what} sharded among {size}: {record[f'{what} on {size}']}", flush=True)
     for size in (1, 2, 4):
         record[f"weights on {size}"] = {k: x.tolist() for k, x in results(size, weights_held, folder).items()}
         print(f"24 and 240000 weights on {size}: {record[f'weights on {size}']}", flush=True)
@@ -206,7 +206,7 @@ def compared_divided(folder: Path) -> dict[str, Any]:
 
 
 def nccl() -> dict[str, Any]:
-    """One process on the GPU that meets itself by NCCL, with θ and λ divided, against a plain one."""
+    """One process on the GPU that meets itself by NCCL, with θ and λ sharded, against a plain one."""
     meeting = tempfile.mktemp()
     dist.init_process_group("nccl", init_method=f"file://{meeting}", rank=0, world_size=1)
     sharded_runs.KIND = "cuda"
@@ -261,7 +261,7 @@ def main() -> None:
             ends = results(size, trained, folder)
             record["errors"][f"{size} run"] = max(float((ends[name] - x).abs().max()) for name, x in whole.items())
             print(f"{size} processes, 50 steps: {record['errors'][f'{size} run']:.1e}", flush=True)
-        record["divided"] = compared_divided(folder)
+        record["sharded"] = compared_sharded(folder)
         for size in (1, 2, 4):
             record["seconds"][size] = float(results(size, seconds, folder)["seconds"])
             print(f"{size} processes: {1e3 * record['seconds'][size]:.1f} ms a step", flush=True)

@@ -1,4 +1,4 @@
-"""A small transformer whose parameters, and the weights of whose examples, are divided among processes."""
+"""A small transformer whose parameters, and the weights of whose examples, are sharded."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Transformer(nn.Module):
 
 
 class Lambda(nn.Module):
-    """Example weights, divided among ``group`` or not, and a weight decay, which every process has."""
+    """Example weights, sharded among ``group`` or not, and a weight decay, which every process has."""
 
     def __init__(self, group: Group | None = None, count: int = EXAMPLES) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ PROBLEM = hk.BilevelProblem(inner, outer)
 
 
 def whole(x: Any) -> Tensor:
-    """All rows, detached, on every process; ``x`` itself where it is not divided."""
+    """All rows, detached, on every process; ``x`` itself where it is not sharded."""
     return x.detach().full_tensor() if is_sharded(x) else torch.as_tensor(x)
 
 
@@ -158,7 +158,7 @@ def trained(
 
 
 def named(group: dist.ProcessGroup | None, names: Sequence[str], mode: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Hypergradients by these methods, with θ divided (``f`` in ``mode``), with λ divided (``w``), or both."""
+    """Hypergradients by these methods, with θ sharded (``f`` in ``mode``), with λ sharded (``w``), or both."""
     found = {}
     for name in names:
         problem = hk.training.DataParallel(PROBLEM, group)
@@ -172,7 +172,7 @@ def named(group: dist.ProcessGroup | None, names: Sequence[str], mode: str, dtyp
 
 
 def ended(group: dist.ProcessGroup | None, name: str, mode: str, steps: int, folder: Any = None) -> dict[str, Tensor]:
-    """θ and λ at the end of a run, of which θ, λ or both are divided."""
+    """θ and λ at the end of a run, of which θ, λ or both are sharded."""
     problem = hk.training.DataParallel(PROBLEM, group)
     model = sharded(network(), mesh=_mesh(problem.group)) if "f" in mode else network()
     hyper = Lambda(problem.group if "w" in mode else None).double()
@@ -202,7 +202,7 @@ def costs(group: dist.ProcessGroup | None, count: int) -> dict[str, int]:
 
 
 def curvature_held(group: dist.ProcessGroup | None, mode: str) -> int:
-    """Bytes of the inverses that this process keeps after a hypergradient by KFAC; with ``f`` θ is divided."""
+    """Bytes of the inverses that this process keeps after a hypergradient by KFAC; with ``f`` θ is sharded."""
     problem, model, method = hk.training.DataParallel(PROBLEM, group), network(), hk.kfac(0.1)
     model = sharded(model, mesh=_mesh(problem.group)) if "f" in mode else model
     hypergradient(method, problem, model, Lambda().double())
@@ -216,7 +216,7 @@ def _tensors(x: Any) -> list[Tensor]:
 
 
 def gathered_at_once(group: dist.ProcessGroup | None, method: Hypergradient, layers: int = 6) -> float:
-    """The most of a divided θ that this process has had whole at one time, as a share of θ: parameters, b, v alike."""
+    """The most of a sharded θ that this process has had whole at one time, as a share of θ: parameters, b, v alike."""
     problem = hk.training.DataParallel(PROBLEM, group)
     model = sharded(network(layers=layers), mesh=_mesh(problem.group))
     alive, most, gather = 0, 0, Group.gather_rows
@@ -276,7 +276,7 @@ WEIGHTED = ("sama", "kfac reverse", "cg")
 
 
 def refusals() -> dict[str, str]:
-    """What is said about models that are divided otherwise, on four processes."""
+    """What is said about models that are sharded otherwise, on four processes."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module

@@ -60,7 +60,7 @@ class Group:
         size, rank: how many there are, and which one this is.
         device: where its tensors must be, if not anywhere.
         sent: bytes of the tensors given to collectives so far, by kind: ``sum``, ``gather`` and ``share``; of sums
-            whose rows are left divided among ranks, ``scatter``, and of sums for one rank, ``reduce``; of what ranks
+            whose rows are left sharded, ``scatter``, and of sums for one rank, ``reduce``; of what ranks
             send to each other, ``exchange``.
         calls: how many collectives of each kind.
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hyperkron.collectives import Group
 from hyperkron.losses import Loss, l2
-from hyperkron.sharded_functions import divided_over, taken
+from hyperkron.sharded_functions import sharded_over, taken
 from hyperkron.sharding import own_rows
 from hyperkron.solution import HyperkronError
 from hyperkron.validation import check_interval, check_one_of, check_positive, check_whole
@@ -29,7 +29,7 @@ class SampleWeights(nn.Module):
         init: the initial weight of every example. Default: 0.5; for ``softmax`` it is always 1.
         group: the processes that share λ, as ``DataParallel(problem).group``; not for ``softmax``. Each holds
             ⌈count/processes⌉ rows and their optimizer state, and ``weight`` is a ``DTensor``. Any process may ask for
-            any examples: of each a number and a value are sent, whatever ``count`` is. ``None``: λ is not divided.
+            any examples: of each a number and a value are sent, whatever ``count`` is. ``None``: λ is not sharded.
 
     Example:
         >>> weights = SampleWeights(4)
@@ -59,7 +59,7 @@ class SampleWeights(nn.Module):
         self._group = None if group is None or group.handle is None else group
         rows = slice(0, count) if self._group is None else own_rows(count, self._group.rank, self._group.size)
         values = torch.full((rows.stop - rows.start,), raw)
-        self.weight = nn.Parameter(values if self._group is None else divided_over(self._group, values, count))
+        self.weight = nn.Parameter(values if self._group is None else sharded_over(self._group, values, count))
 
     def forward(self, index: Tensor) -> Tensor:
         """The weights of the examples in ``index``."""

@@ -1,4 +1,4 @@
-"""Functions of tensors that are divided among processes (:mod:`hyperkron.sharding`), with derivatives of every order.
+"""Functions of sharded tensors (:mod:`hyperkron.sharding`), with derivatives of every order.
 
     gathered:       own rows ↦ all rows,    whose derivative sums over ranks and leaves each its rows    (fully_shard)
     taken:          x, i_r ↦ x[i_r],        whose derivative goes to the ranks that hold rows i_r    (example weights)
@@ -21,7 +21,7 @@ from hyperkron.collectives import Group, LinearMap
 from hyperkron.sharding import local, own_rows, with_rows
 
 
-def divided_over(group: Group, rows: Tensor, count: int) -> Tensor:
+def sharded_over(group: Group, rows: Tensor, count: int) -> Tensor:
     """A tensor of ``count`` rows, of which ``rows`` are those of this rank (:func:`hyperkron.sharding.own_rows`)."""
     from torch.distributed.device_mesh import DeviceMesh  # takes seconds
     from torch.distributed.tensor import DTensor, Shard
@@ -35,7 +35,7 @@ def divided_over(group: Group, rows: Tensor, count: int) -> Tensor:
 
 
 def gathered(group: Group, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """All rows of divided tensors; gradients are summed over ranks, and each gets those of its rows."""
+    """All rows of sharded tensors; gradients are summed over ranks, and each gets those of its rows."""
     like = [x.detach() for x in tensors]
     return list(LinearMap.apply(partial(_all_rows, group, like), partial(_summed_rows, group, like), True, *tensors))
 
@@ -58,7 +58,7 @@ def _summed_rows(group: Group, like: list[Tensor], *tensors: Tensor | None) -> l
 
 
 def squared_norms(tensors: Sequence[Any]) -> Tensor:
-    """‖x‖² of each divided tensor, by its ranks; one number of each is sent."""
+    """‖x‖² of each sharded tensor, by its ranks; one number of each is sent."""
     group = Group(tensors[0]._spec.mesh.get_group())
 
     def summed(x: Tensor) -> list[Tensor]:  # each rank uses the number for its own: gradients are summed as well
@@ -69,7 +69,7 @@ def squared_norms(tensors: Sequence[Any]) -> Tensor:
 
 
 def _own(x: Any) -> Tensor:
-    """The own rows of a divided tensor, with its graph and its tangent (:func:`hyperkron.evaluation.sharded.dual`)."""
+    """The own rows of a sharded tensor, with its graph and its tangent (:func:`hyperkron.evaluation.sharded.dual`)."""
     like = x.detach()
     (rows,) = LinearMap.apply(lambda y: [local(y).clone()], lambda g: [with_rows(g, like)], False, x)
     rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
@@ -77,7 +77,7 @@ def _own(x: Any) -> Tensor:
 
 
 def taken(group: Group, x: Tensor, index: Tensor) -> Tensor:
-    """The rows ``index`` of a divided vector, whichever ranks hold them; every rank has its own ``index``.
+    """The rows ``index`` of a sharded vector, whichever ranks hold them; every rank has its own ``index``.
 
     What is sent does not depend on the length of the vector: the numbers of rows, and a value for each of them.
     """

@@ -1,4 +1,4 @@
-"""Tensors that are divided among processes by rows, as ``fully_shard`` and ``SampleWeights(…, group=…)`` make them.
+"""Sharded tensors: their rows are spread over processes, as by ``fully_shard`` and ``SampleWeights(…, group=…)``.
 
 Such a tensor is a ``DTensor`` placed as ``Shard(0)``: process r of R holds rows r·c to (r + 1)·c, c = ⌈n/R⌉.
 """
@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 
 def is_sharded(x: Any) -> bool:
-    """Whether ``x`` is divided among processes.
+    """Whether ``x`` is sharded.
 
     Example:
         >>> import torch
@@ -28,13 +28,13 @@ def is_sharded(x: Any) -> bool:
 
 
 def local(x: Any) -> Tensor:
-    """The rows of this process, detached; all of ``x`` where it is not divided."""
+    """The rows of this process, detached; all of ``x`` where it is not sharded."""
     own: Tensor = x._local_tensor if is_sharded(x) else x
     return own.detach()
 
 
 def with_rows(rows: Tensor, like: Any) -> Tensor:
-    """A tensor divided as ``like`` is, of which ``rows`` are those of this process."""
+    """A tensor sharded as ``like`` is, of which ``rows`` are those of this process."""
     spec, kind = like._spec, sys.modules["torch.distributed.tensor"].DTensor
     if rows.dtype != spec.tensor_meta.dtype:
         meta = spec.tensor_meta._replace(dtype=rows.dtype)
@@ -55,7 +55,7 @@ def own_rows(count: int, rank: int, size: int) -> slice:
 
 
 def place_of(x: Any) -> slice:
-    """The rows of a divided ``x`` that this process holds."""
+    """The rows of a sharded ``x`` that this process holds."""
     mesh = x._spec.mesh
     return own_rows(x.shape[0] if x.dim() else 1, mesh.get_local_rank(), mesh.size())
 
@@ -67,6 +67,6 @@ def over_processes(number: Tensor, like: Any, how: Any = dist.ReduceOp.SUM) -> T
     return number
 
 
-def divided(x: Tensor, like: Any) -> Tensor:
-    """A whole tensor, the same on every process, divided as ``like`` is."""
+def sharded_like(x: Tensor, like: Any) -> Tensor:
+    """A whole tensor, the same on every process, sharded as ``like`` is."""
     return with_rows(x.detach()[place_of(like)], like)

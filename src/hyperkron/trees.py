@@ -3,7 +3,7 @@
 A *tree* is a flat dictionary from parameter names to tensors, the vector type of the whole library: θ, ∂_θ J and A⁻¹b
 are all trees. Every function here is out of place, uses one fused call where that pays, and is differentiable where its
 arguments are. Binary functions match tensors by name, and refuse trees whose names or shapes differ. Tensors may
-be divided among processes (:mod:`hyperkron.sharding`): products and norms are those of the whole.
+be sharded (:mod:`hyperkron.sharding`): products and norms are those of the whole.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from hyperkron.sharding import divided as divide
-from hyperkron.sharding import is_sharded, local, over_processes, with_rows
+from hyperkron.sharding import is_sharded, local, over_processes, sharded_like, with_rows
 
 Tree = dict[str, Tensor]
 """A vector made of named tensors."""
@@ -73,20 +72,20 @@ def _times(tensors: list[Tensor], c: float | Tensor) -> list[Tensor]:
 
 
 def _each(function: Callable[..., Sequence[Tensor]], *columns: list[Tensor]) -> list[Tensor]:
-    """``function`` of lists of tensors; those that are divided among processes apart, by their rows here."""
-    divided = [i for i, x in enumerate(columns[0]) if is_sharded(x)]
-    if not divided:
+    """``function`` of lists of tensors; those that are sharded apart, by their rows here."""
+    sharded = [i for i, x in enumerate(columns[0]) if is_sharded(x)]
+    if not sharded:
         return list(function(*columns))
     found = dict.fromkeys(range(len(columns[0])), columns[0][0])
-    plain = [i for i in found if i not in divided]
+    plain = [i for i in found if i not in sharded]
     if plain:
         found.update(zip(plain, function(*([column[i] for i in plain] for column in columns)), strict=True))
-    there = [[column[i] for i in divided] for column in columns]
+    there = [[column[i] for i in sharded] for column in columns]
     if torch.is_grad_enabled() and any(x.requires_grad for column in there for x in column):
-        found.update(zip(divided, function(*there), strict=True))
+        found.update(zip(sharded, function(*there), strict=True))
     else:
         rows = function(*([local(x) for x in column] for column in there))
-        found.update((i, with_rows(x, columns[0][i])) for i, x in zip(divided, rows, strict=True))
+        found.update((i, with_rows(x, columns[0][i])) for i, x in zip(sharded, rows, strict=True))
     return list(found.values())
 
 
@@ -213,4 +212,4 @@ def is_finite(a: Tree) -> bool:
 def normal_like(a: Tree, generator: torch.Generator | None) -> Tree:
     """Independent standard normal entries shaped like ``a``, from ``generator`` (``None``: torch's global one)."""
     drawn = {n: torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device) for n, x in a.items()}
-    return {name: divide(x, a[name]) if is_sharded(a[name]) else x for name, x in drawn.items()}
+    return {name: sharded_like(x, a[name]) if is_sharded(a[name]) else x for name, x in drawn.items()}

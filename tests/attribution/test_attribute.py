@@ -214,7 +214,7 @@ def test_a_loss_that_is_a_sum_over_queries_is_that_of_each_alone(dtype):
         assert float((found.scores[q] - alone).norm()) < (1e-5 if dtype == torch.float32 else 0.05) * alone.norm()
 
 
-def test_several_processes_and_models_divided_among_them_are_named(monkeypatch):
+def test_several_processes_and_sharded_models_are_named(monkeypatch):
     model, train, queries = made()
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
@@ -224,7 +224,7 @@ def test_several_processes_and_models_divided_among_them_are_named(monkeypatch):
     assert len(caught) == 1
     assert "attribution does not share work among them" in str(caught[0].message)
     monkeypatch.setattr("hyperkron.attribution.checks.is_sharded", lambda p: True)
-    with pytest.raises(hk.HyperkronError, match=r"0.weight is divided among processes .* plain copy on one process"):
+    with pytest.raises(hk.HyperkronError, match=r"0.weight is sharded .* plain copy on one process"):
         hk.attribution.self_influence(loss, model, train)
 
 

@@ -22,9 +22,9 @@ import sharded_runs
 from hyperkron.collectives import Group
 from hyperkron.curvature.kfac.coverage import plan
 from hyperkron.curvature.kfac.owners import Owners
-from hyperkron.sharded_functions import divided_over, squared_norms, taken
-from hyperkron.training.divided import write_rows
+from hyperkron.sharded_functions import sharded_over, squared_norms, taken
 from hyperkron.training.encoding import CheckpointError
+from hyperkron.training.sharded import write_rows
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +151,7 @@ def test_inversions_are_balanced(size: int) -> None:
 
 
 def test_a_process_keeps_its_share_of_inverses_and_gathers_one_module_at_a_time(texts: list[dict[str, Any]]) -> None:
-    """Of two processes, with θ on both and divided by ``fully_shard``; six layers that are one module each."""
+    """Of two processes, with θ on both and sharded by ``fully_shard``; six layers that are one module each."""
     blocks = plan(sharded_runs.network(), "zero").blocks.values()
     whole = 8 * sum(n**2 for block in blocks for n in block.shape[1:])
     for mode in ("", "f"):
@@ -180,7 +180,7 @@ def test_one_process_is_the_problem_itself() -> None:
         hk.training.DataParallel(divided)
 
 
-# --- θ and λ that are divided among processes ----------------------------------------------------------------
+# --- θ and λ that are sharded ----------------------------------------------------------------
 
 
 def test_a_model_of_fully_shard_gives_the_same_hypergradient_and_run(tensors: dict[str, Tensor]) -> None:
@@ -203,7 +203,7 @@ def test_a_model_that_fully_shard_has_given_to_one_process_is_the_model_itself(t
         assert float((found[name] - x).norm() / x.norm()) < 1e-10, name
 
 
-def test_forward_mode_with_lambda_inside_a_divided_model_is_refused(tmp_path: Path) -> None:
+def test_forward_mode_with_lambda_inside_a_sharded_model_is_refused(tmp_path: Path) -> None:
     """Tangents of a softmax are computed in place, which autograd does not notice in tensors that are gathered."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -222,7 +222,7 @@ def test_forward_mode_with_lambda_inside_a_divided_model_is_refused(tmp_path: Pa
         model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
         fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
         problem, shift = hk.training.DataParallel(hk.BilevelProblem(inner, outer)), nn.Linear(4, 4).double()
-        with pytest.raises(hk.HyperkronError, match=r"cross='forward' does not pass .* divided .*use cross='reverse'"):
+        with pytest.raises(hk.HyperkronError, match=r"cross='forward' does not pass .* sharded, .*use cross='reverse'"):
             hk.cg(3, cross="forward").compute(problem, model, shift, (rows, labels), (rows, labels))
     finally:
         dist.destroy_process_group()
@@ -244,11 +244,11 @@ class Stopped(torch.autograd.Function):
         return None
 
 
-def test_a_function_without_a_gradient_stops_that_of_divided_tensors(tmp_path: Path) -> None:
+def test_a_function_without_a_gradient_stops_that_of_sharded_tensors(tmp_path: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
     try:
         group = Group(dist.group.WORLD)
-        x = nn.Parameter(divided_over(group, torch.ones(6), 6))
+        x = nn.Parameter(sharded_over(group, torch.ones(6), 6))
         for made in (taken(group, x, torch.tensor([0, 2])), squared_norms([x])):
             (found,) = torch.autograd.grad(Stopped.apply(made).sum(), x)
             assert float(sharded_runs.whole(found).abs().sum()) == 0
@@ -257,7 +257,7 @@ def test_a_function_without_a_gradient_stops_that_of_divided_tensors(tmp_path: P
 
 
 def test_a_run_of_fully_shard_continues_on_one_process(tmp_path: Path) -> None:
-    """Its model is divided there, too, though into one part; checkpoints were read as those of plain models."""
+    """Its model is sharded there, too, though into one part; checkpoints were read as those of plain models."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
     try:
         for steps in (2, 4):
@@ -270,7 +270,7 @@ def test_a_run_of_fully_shard_continues_on_one_process(tmp_path: Path) -> None:
         assert float((found[name] - x).abs().max()) < 1e-10, name
 
 
-def test_an_evaluation_of_a_divided_model_changes_nothing(tmp_path: Path) -> None:
+def test_an_evaluation_of_a_sharded_model_changes_nothing(tmp_path: Path) -> None:
     """A forward pass without gradients leaves the parameters of the root whole; they were taken for plain ones."""
 
     class Evaluating(hk.training.Callback):
@@ -292,7 +292,7 @@ def test_an_evaluation_of_a_divided_model_changes_nothing(tmp_path: Path) -> Non
     assert torch.equal(*ends)
 
 
-def test_example_weights_divided_among_processes_are_those_of_one(tensors: dict[str, Tensor], four: Path) -> None:
+def test_sharded_example_weights_are_those_of_one(tensors: dict[str, Tensor], four: Path) -> None:
     """The same hypergradients and runs; a run of 2, then 4 processes continues on 1."""
     for name in sharded_runs.WEIGHTED:
         problem, model, hyper = sharded_runs.PROBLEM, sharded_runs.network(), sharded_runs.Lambda().double()
@@ -316,7 +316,7 @@ def _alone(name: str, steps: int, folder: Path | None = None) -> dict[str, Tenso
     return sharded_runs.trained(sharded_runs.ALGORITHMS[name](), problem, model, hyper, steps, folder)
 
 
-def test_a_process_holds_its_share_of_divided_weights_and_sends_as_much_for_any_number(
+def test_a_process_holds_its_share_of_sharded_weights_and_sends_as_much_for_any_number(
     texts: list[dict[str, Any]],
 ) -> None:
     for text in texts[:2]:
@@ -325,13 +325,13 @@ def test_a_process_holds_its_share_of_divided_weights_and_sends_as_much_for_any_
         assert few == many and few["scatter"] > 0
 
 
-def test_what_is_divided_otherwise_is_refused_by_name(texts: list[dict[str, Any]]) -> None:
+def test_what_is_sharded_otherwise_is_refused_by_name(texts: list[dict[str, Any]]) -> None:
     wanted = {
         "tensor parallel": "model parameter head.weight is a DTensor (S(0)) that fully_shard has not made",
         "two dimensions": "over a mesh of shape (2, 2); only rows over one dimension",
         "mixed precision": "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)",
-        "plain problem": "by fully_shard, but problem is not; use hyperkron.training.DataParallel(problem)",
-        "weights": "hyper parameter weights.weight is divided among processes, but problem is not",
+        "plain problem": "by fully_shard, but problem is not a DataParallel; use hyperkron.training",
+        "weights": "hyper parameter weights.weight is sharded, but problem is not a DataParallel",
     }
     for text in texts:
         for name, message in wanted.items():
@@ -340,7 +340,7 @@ def test_what_is_divided_otherwise_is_refused_by_name(texts: list[dict[str, Any]
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_nccl_with_one_process() -> None:
-    """θ, λ and both divided, against a plain process."""
+    """θ, λ and both sharded, against a plain process."""
     folders = [str(Path(__file__).parents[2] / "benchmarks"), *sys.path]
     here = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
     code = "import json, ranks; print(json.dumps(ranks.nccl()))"
@@ -359,7 +359,7 @@ def test_a_problem_that_each_process_computes_for_itself_is_named(monkeypatch: p
         hk.identity().compute(problem, model, hyper, *batches)
 
 
-def test_softmax_weights_are_not_divided() -> None:
+def test_softmax_weights_are_not_sharded() -> None:
     with pytest.raises(hk.HyperkronError, match="softmax"):
         hk.SampleWeights(4, "softmax", group=hk.training.DataParallel(sharded_runs.PROBLEM).group)
 

@@ -93,7 +93,7 @@ def check_processes(params: Tree) -> None:
     for name, p in params.items():
         if is_sharded(p):
             raise HyperkronError(
-                f"model parameter {name} is divided among processes (fully_shard), and attribution needs the whole "
+                f"model parameter {name} is sharded (fully_shard), and attribution needs the whole "
                 "model: load its state_dict into a plain copy on one process."
             )
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:

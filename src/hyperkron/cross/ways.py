@@ -64,10 +64,10 @@ def forward_and_slope(point: Point, v: Tree) -> tuple[Tree, Tensor]:
     Dual numbers of ``torch.autograd`` cost less Python time than ``torch.func.jvp``, and use the kernels chosen for the
     model. But they compute the tangents of some functions (softmax) in place; if λ is inside the model, autograd then
     refuses their gradient. In this case ``torch.func`` is used, which computes them out of place. For parameters that
-    are divided among processes, autograd does not notice it: tensors that are gathered again are not checked.
+    are sharded, autograd does not notice it: tensors that are gathered again are not checked.
     """
     if any(map(is_sharded, point.params.values())):
-        raise NoForwardModeError("its parameters are divided among processes, and λ does more than weight")
+        raise NoForwardModeError("its parameters are sharded, and λ does more than weight")
     with forward_mode():
         try:
             with dual_level():

@@ -85,7 +85,7 @@ class Point:
         self.inner_batch = differentiable_batch(inner_batch)
         self.outer_batch = differentiable_batch(outer_batch)
         self.curvature_batch = self.inner_batch if curvature_batch is None else differentiable_batch(curvature_batch)
-        self._divided = sharded.check(model, hyper, problem.group if problem.divided else None)
+        self._sharded = sharded.check(model, hyper, problem.group if problem.divided else None)
         self.params, self.hypers = variables or (trainable(model, "model"), trainable(hyper, "hyper"))
         self.device, self.dtype = _common_place(self.params, self.hypers)
         self.notes: dict[str, str] = {}
@@ -101,7 +101,7 @@ class Point:
     def __enter__(self) -> Point:
         self._snapshot = Snapshot(self.model, self.hyper, self.device, self._generator_copies)
         self._stack.callback(self._snapshot.restore)
-        if self._divided:
+        if self._sharded:
             self._stack.enter_context(sharded.plain_modules(self.model))
         if torch.is_inference_mode_enabled():
             self._stack.enter_context(torch.inference_mode(False))
@@ -327,7 +327,7 @@ def _size(batch: Any) -> int:
 
 
 def _memory(p: Any) -> Tensor:
-    """The values of a parameter; where it is divided among processes, those of this one."""
+    """The values of a parameter; where it is sharded, those of this process."""
     found: Tensor = p._local_tensor if is_sharded(p) else p.data
     return found
 

@@ -1,4 +1,4 @@
-"""Models whose parameters are divided among processes (``torch.distributed.fsdp.fully_shard``).
+"""Models whose parameters are sharded (``torch.distributed.fsdp.fully_shard``).
 
 They are evaluated without FSDP's own hooks, which support only first derivatives. Every module that was given to
 ``fully_shard`` gathers its parameters when it is called and frees them afterwards. The backward pass gathers them again
@@ -36,7 +36,7 @@ def units(model: nn.Module) -> list[nn.Module]:
 
 
 def dual(p: Tensor, v: Tensor) -> Tensor:
-    """p as a dual number with tangent v; if p is divided, both are gathered when p is used."""
+    """p as a dual number with tangent v; if p is sharded, both are gathered when p is used."""
     if not is_sharded(p):
         return make_dual(p.detach(), v)
     made: Any = p.detach()
@@ -45,7 +45,7 @@ def dual(p: Tensor, v: Tensor) -> Tensor:
 
 
 def gathered_duals(group: Group, tensors: list[Tensor]) -> list[Tensor]:
-    """All rows of divided tensors, with the tangents that :func:`dual` gave them."""
+    """All rows of sharded tensors, with the tangents that :func:`dual` gave them."""
     found = gathered(group, tensors)
     moving = [i for i, x in enumerate(tensors) if hasattr(x, "tangent")]
     if moving:
@@ -56,7 +56,7 @@ def gathered_duals(group: Group, tensors: list[Tensor]) -> list[Tensor]:
 
 
 def check(model: nn.Module, hyper: nn.Module | None, group: Group | None) -> bool:
-    """Whether parameters of ``model`` are divided; refuses what cannot be trained here, by name and with a remedy.
+    """Whether parameters of ``model`` are sharded; refuses what cannot be trained here, by name and with a remedy.
 
     ``group`` has the processes of the problem; ``None`` if it is not divided among processes.
     """
@@ -71,10 +71,10 @@ def check(model: nn.Module, hyper: nn.Module | None, group: Group | None) -> boo
     for name, p in hyper.named_parameters() if isinstance(hyper, nn.Module) and group is None else ():
         if is_sharded(p):
             raise HyperkronError(
-                f"hyper parameter {name} is divided among processes, but problem is not; use "
+                f"hyper parameter {name} is sharded, but problem is not a DataParallel; use "
                 "hyperkron.training.DataParallel(problem)."
             )
-    divide_again(model)
+    reshard(model)
     found = {name: p for name, p in model.named_parameters() if is_sharded(p)}
     if not found:
         return False
@@ -90,18 +90,18 @@ def check(model: nn.Module, hyper: nn.Module | None, group: Group | None) -> boo
             )
         if spec.mesh.ndim != 1 or [str(x) for x in spec.placements] != ["S(0)"]:
             raise HyperkronError(
-                f"model parameter {name} is divided as {spec.placements} over a mesh of shape "
+                f"model parameter {name} is sharded as {spec.placements} over a mesh of shape "
                 f"{tuple(spec.mesh.shape)}; only rows over one dimension are supported: use fully_shard with a mesh of "
                 "one dimension (no HSDP, no tensor parallelism) and without shard_placement_fn."
             )
         if group is None:
             raise HyperkronError(
-                f"model parameter {name} is divided among {spec.mesh.size()} processes by fully_shard, but problem is "
-                "not; use hyperkron.training.DataParallel(problem)."
+                f"model parameter {name} is sharded among {spec.mesh.size()} processes by fully_shard, but problem is "
+                "not a DataParallel; use hyperkron.training.DataParallel(problem)."
             )
         if spec.mesh.size() != group.size:
             raise HyperkronError(
-                f"model parameter {name} is divided among {spec.mesh.size()} processes, the problem among "
+                f"model parameter {name} is sharded among {spec.mesh.size()} processes, the problem among "
                 f"{group.size}; give fully_shard(mesh=…) and DataParallel(group=…) the same ones."
             )
     for unit in made:
@@ -109,7 +109,7 @@ def check(model: nn.Module, hyper: nn.Module | None, group: Group | None) -> boo
     return True
 
 
-def divide_again(model: nn.Module) -> None:
+def reshard(model: nn.Module) -> None:
     """A forward pass without gradients, as an evaluation makes, leaves the parameters of the root whole: they would be
     taken for plain ones, and their changes be lost."""
     for unit in units(model):
@@ -231,7 +231,7 @@ class _Unit:
 
 
 def _owners(module: nn.Module, others: set[nn.Module]) -> Iterator[Owner]:
-    """The divided parameters of a unit, without those of units inside it."""
+    """The sharded parameters of a unit, without those of units inside it."""
     yield from ((module, name) for name, p in module._parameters.items() if is_sharded(p))
     for child in module.children():
         if child not in others:

@@ -53,11 +53,11 @@ def l2(parameters: nn.Module | Tensor | Iterable[Tensor], coefficient: Coefficie
     chosen = [(p, alpha) for p, alpha in zip(tensors, given, strict=True) if p.requires_grad or not trained]
     for parameter, alpha in chosen:
         _check_coefficient(alpha, parameter)
-    divided = [(p, alpha) for p, alpha in chosen if is_sharded(p)]
+    sharded = [(p, alpha) for p, alpha in chosen if is_sharded(p)]
     values = [_value(group, alpha) for group, alpha in _groups(pair for pair in chosen if not is_sharded(pair[0]))]
-    if divided:
-        norms = squared_norms([parameter for parameter, _ in divided])
-        values += [alpha * norm for (_, alpha), norm in zip(divided, norms, strict=True)]
+    if sharded:
+        norms = squared_norms([parameter for parameter, _ in sharded])
+        values += [alpha * norm for (_, alpha), norm in zip(sharded, norms, strict=True)]
     value = values[0] if len(values) == 1 else torch.stack(values).sum()
     return Loss(value, l2=tuple(L2(p, a.detach() if isinstance(a, Tensor) else float(a), (a,)) for p, a in chosen))
 
@@ -131,7 +131,7 @@ def _check_coefficient(alpha: Any, parameter: Tensor) -> None:
         )
     if alpha.ndim > 0 and is_sharded(parameter):
         raise HyperkronError(
-            f"coefficient has shape {tuple(alpha.shape)}, but a parameter is divided among processes (fully_shard); "
+            f"coefficient has shape {tuple(alpha.shape)}, but a parameter is sharded (fully_shard); "
             "use one number for each parameter."
         )
     if not alpha.is_floating_point():

@@ -299,7 +299,7 @@ def check_is_mean(
     """Raise an error if J is not a mean over examples; otherwise add its level to ``means``, to check it only once.
 
     J and its gradient on one piece are compared with those on its halves. A loss that draws random numbers, or that
-    fails on a half (all rows masked), is not compared, and neither are gradients of parameters divided among processes.
+    fails on a half (all rows masked), is not compared, and neither are gradients of sharded parameters.
     """
     halves, before = split(part, -(-length(part) // 2)), random_state()
     if level in means or len(halves) == 1:

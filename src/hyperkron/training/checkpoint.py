@@ -24,9 +24,9 @@ import torch
 from hyperkron.collectives import Group
 from hyperkron.solution import HyperkronWarning, warn_once
 from hyperkron.training import files, fingerprint
-from hyperkron.training.divided import reader
 from hyperkron.training.encoding import CheckpointError, DamagedCheckpoint, join, split
 from hyperkron.training.program import comparable
+from hyperkron.training.sharded import reader
 from hyperkron.training.writing import flush_folder
 
 FORMAT = 1
@@ -84,7 +84,7 @@ def write(
     """Save ``state`` as ``folder/step-…``: written beside it, flushed to the disk, then renamed.
 
     If it is interrupted by a kill or a full disk, earlier checkpoints stay intact. ``rows`` are the files of other
-    processes (:mod:`hyperkron.training.divided`): their folder, and the records of their contents.
+    processes (:mod:`hyperkron.training.sharded`): their folder, and the records of their contents.
     """
     folder, about = Path(folder), about or About()
     tree, tensors = split(state)
@@ -214,7 +214,7 @@ def check(path: str | Path) -> dict[str, Any]:
 def read(path: str | Path, device: torch.device | str | None = None, group: Group | None = None) -> Saved:
     """Read one checkpoint; sizes and hashes are verified before its content is used.
 
-    Of divided tensors each process of ``group`` gets its rows; with ``None`` it gets the whole tensors.
+    Of sharded tensors each process of ``group`` gets its rows; with ``None`` it gets the whole tensors.
     """
     path = Path(path)
     manifest = _read_manifest(path)

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hyperkron.batch_tensors import map_tensors, tensors_of
 from hyperkron.collectives import Group, replicated
 from hyperkron.evaluation.point import Level
-from hyperkron.evaluation.sharded import check, divide_again, gathering, units
+from hyperkron.evaluation.sharded import check, gathering, reshard, units
 from hyperkron.kernels.checkpoints import differentiable_checkpoints
 from hyperkron.losses import BatchPlace, Loss, as_loss
 from hyperkron.problem import BilevelProblem, Both, Objective
@@ -130,7 +130,7 @@ class _Divided:
         model = unwrapped(model)
         if self.group.size == 1 and not units(model):
             return self.function(model, hyper, batch)
-        divide_again(model)
+        reshard(model)
         device = next(model.parameters()).device
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("collectives of several processes are not recorded")

@@ -2,7 +2,7 @@
 
 ``docs/checkpoints.md`` lists what a state can contain; anything else is an error that names its place and type. A
 tensor keeps its memory layout, because the layout of a matrix affects how products with it are rounded. One tensor in
-two places is restored as one tensor. For a tensor divided among processes, each process has its rows.
+two places is restored as one tensor. For a sharded tensor, each process has its rows.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ def split(state: Any) -> tuple[Any, dict[str, Tensor]]:
     return splitter.node(state, ()), splitter.tensors
 
 
-def divided_rows(state: Any) -> dict[str, Tensor]:
-    """This process's rows of the tensors that are divided among processes, by the names :func:`split` gives them."""
+def sharded_rows(state: Any) -> dict[str, Tensor]:
+    """This process's rows of the sharded tensors, by the names :func:`split` gives them."""
     splitter = _Splitter()
     splitter.node(state, ())
-    return {name: x for name, x in splitter.tensors.items() if name in splitter.divided}
+    return {name: x for name, x in splitter.tensors.items() if name in splitter.sharded}
 
 
 def join(
@@ -71,7 +71,7 @@ def join(
 ) -> Any:
     """The inverse of :func:`split`; ``tensor`` returns a new tensor by its name.
 
-    ``rows`` returns the value for a divided tensor of this name and shape.
+    ``rows`` returns the value for a sharded tensor of this name and shape.
     """
     return _Joiner(tensor, device, rows).value(tree, ())
 
@@ -81,7 +81,7 @@ class _Splitter:
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
-        self.divided: set[str] = set()
+        self.sharded: set[str] = set()
         self._known: dict[tuple[Any, ...], dict[str, Any]] = {}
 
     def node(self, x: Any, path: tuple[str, ...]) -> Any:
@@ -114,7 +114,7 @@ class _Splitter:
     def _tensor(self, x: Tensor, path: tuple[str, ...]) -> dict[str, Any]:
         if is_sharded(x):
             name = self._name(path)
-            self.divided.add(name)
+            self.sharded.add(name)
             self.tensors[name] = local(x).contiguous()
             return {"$divided": name, "shape": list(x.shape)}
         if type(x) not in (Tensor, nn.Parameter) or x.layout is not torch.strided or x.dtype not in DTYPES:

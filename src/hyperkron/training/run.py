@@ -18,12 +18,12 @@ from hyperkron.collectives import Group
 from hyperkron.solution import HyperkronError, Status
 from hyperkron.training import checkpoint, fingerprint
 from hyperkron.training.callback import Callback, checked
-from hyperkron.training.divided import holds_rows, redivided, write_rows
 from hyperkron.training.encoding import CheckpointError
 from hyperkron.training.history import History, JSONLog, Value
 from hyperkron.training.locks import FolderLock
 from hyperkron.training.program import Program
 from hyperkron.training.randomness import random_state, set_random_state
+from hyperkron.training.sharded import holds_rows, resharded, write_rows
 from hyperkron.training.signals import Interrupted, Signals
 from hyperkron.training.undo import RecordedBatches, undoable_step
 from hyperkron.validation import check_nonnegative, check_whole
@@ -251,7 +251,7 @@ class Run:
         """Write everything the rest of the run depends on to ``folder/step-…``, and return that path.
 
         It is complete or absent, even after a crash; see ``docs/checkpoints.md``. With several processes all must call
-        this: the first writes the checkpoint, the others only their rows of divided tensors. A process that waits for
+        this: the first writes the checkpoint, the others only their rows of sharded tensors. A process that waits for
         the others for ten seconds says so.
         """
         self.group.meet("Run.save")
@@ -260,7 +260,7 @@ class Run:
 
     def _save(self, folder: str | Path) -> Path:
         rows, path = None, checkpoint.place(folder, self.state.step)
-        if self._divided:
+        if self._sharded:
             staging = checkpoint.staging(folder, self.state.step)
             rows = staging, write_rows(staging, self.state_dict(), self.group)
         failure: CheckpointError | None = None
@@ -277,8 +277,8 @@ class Run:
         return path
 
     @property
-    def _divided(self) -> bool:
-        """Whether parts of θ or λ are divided among processes."""
+    def _sharded(self) -> bool:
+        """Whether parts of θ or λ are sharded."""
         return holds_rows(self.state.model, self.state.hyper)
 
     def resume(self, folder: str | Path, *, step: int | None = None, allow_changes: bool = False) -> Run:
@@ -292,12 +292,12 @@ class Run:
                 after which this run is as it was.
         """
         first = self.group.rank == 0  # it chooses and compares; its error ends all
-        group = self.group if self._divided else None
+        group = self.group if self._sharded else None
         saved = checkpoint.newest(folder, step, group=group) if first else None
         lines = [] if saved is None else checkpoint.differences(saved, self.about(), allow=allow_changes)
         found, differs = self.group.numbers(0 if saved is None else saved.step, len(lines))[0]
         saved = saved or checkpoint.newest(folder, int(found), group=group)
-        content = saved.state if group is None else redivided(saved.state, self.state, group)
+        content = saved.state if group is None else resharded(saved.state, self.state, group)
         if not differs:
             try:
                 self.load_state_dict(content)

@@ -87,21 +87,21 @@ class Owners:
     def applied(self, names: Sequence[str], v: Tree, function: Callable[[Tree], Tree]) -> Tree:
         """Apply ``function`` to the parameters of each rank's blocks; every rank gets all results.
 
-        Of divided parameters every rank gets its own rows.
+        Of sharded parameters every rank gets its own rows.
 
         Args:
             names: the blocks.
-            v: the right-hand side: whole and alike on all ranks, or divided.
+            v: the right-hand side: whole and alike on all ranks, or sharded.
             function: takes and returns the parameters of the blocks that belong to this rank.
         """
         parts: list[list[str]] = [[] for _ in range(self.group.size)]
         for name in names:
             parts[self.of[name]] += self.blocks[name].names
         mine = parts[self.group.rank]
-        divided = [[n for n in part if is_sharded(v[n])] for part in parts]
-        whole = {n: v[n] for n in mine if not is_sharded(v[n])} | self._gathered(divided, v)
+        sharded = [[n for n in part if is_sharded(v[n])] for part in parts]
+        whole = {n: v[n] for n in mine if not is_sharded(v[n])} | self._gathered(sharded, v)
         solved = function(whole) if mine else {}
-        found = self._scattered(divided, v, solved)
+        found = self._scattered(sharded, v, solved)
         plain = [[n for n in part if not is_sharded(v[n])] for part in parts]
         for rank, part in enumerate(plain):
             if part:
@@ -110,36 +110,36 @@ class Owners:
                 found.update(zip(part, values, strict=True))
         return found
 
-    def _gathered(self, divided: list[list[str]], v: Tree) -> Tree:
-        """All rows of the divided parameters of this rank."""
-        names, ranks = divided[self.group.rank], range(self.group.size)
-        if not any(divided):
+    def _gathered(self, sharded: list[list[str]], v: Tree) -> Tree:
+        """All rows of the sharded parameters of this rank."""
+        names, ranks = sharded[self.group.rank], range(self.group.size)
+        if not any(sharded):
             return {}
-        like = _common(v, [n for part in divided for n in part])
-        sent = [_joined([local(v[n]) for n in part], like) for part in divided]
+        like = _common(v, [n for part in sharded for n in part])
+        sent = [_joined([local(v[n]) for n in part], like) for part in sharded]
         sizes = [[self._held(v[n], rank) for n in names] for rank in ranks]
         given = self.group.exchange(sent, [sum(one) for one in sizes])
         rows = [x.split(one) if one else () for x, one in zip(given, sizes, strict=True)]
         return {n: torch.cat([rows[r][i] for r in ranks]).view(v[n].shape).to(v[n].dtype) for i, n in enumerate(names)}
 
-    def _scattered(self, divided: list[list[str]], v: Tree, solved: Tree) -> Tree:
-        """This rank's rows of the divided parameters of all ranks."""
-        names, ranks = divided[self.group.rank], range(self.group.size)
-        if not any(divided):
+    def _scattered(self, sharded: list[list[str]], v: Tree, solved: Tree) -> Tree:
+        """This rank's rows of the sharded parameters of all ranks."""
+        names, ranks = sharded[self.group.rank], range(self.group.size)
+        if not any(sharded):
             return {}
-        like = _common(v, [n for part in divided for n in part])
+        like = _common(v, [n for part in sharded for n in part])
         cuts = {n: [own_rows(v[n].shape[0], rank, self.group.size) for rank in ranks] for n in names}
         sent = [_joined([solved[n][cuts[n][rank]] for n in names], like) for rank in ranks]
-        sizes = [[self._held(v[n], self.group.rank) for n in part] for part in divided]
+        sizes = [[self._held(v[n], self.group.rank) for n in part] for part in sharded]
         given = self.group.exchange(sent, [sum(one) for one in sizes])
         found: Tree = {}
-        for part, one, values in zip(divided, sizes, given, strict=True):
+        for part, one, values in zip(sharded, sizes, given, strict=True):
             for n, x in zip(part, values.split(one) if one else (), strict=True):
                 found[n] = x.view(local(v[n]).shape)
         return found
 
     def _held(self, x: Tensor, rank: int) -> int:
-        """How many numbers of a divided tensor a rank has."""
+        """How many numbers of a sharded tensor a rank has."""
         rows = own_rows(x.shape[0], rank, self.group.size)
         return (rows.stop - rows.start) * x.shape[1:].numel()
 

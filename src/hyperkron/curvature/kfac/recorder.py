@@ -69,8 +69,8 @@ class Recorder:
         self.plan, self.how, self.basis, self.owners = plan, how, how.basis, how.owners
         self.like, self.dtype = like, like.dtype  # dtype and device of the factors
         layers = [*(m for m, _ in plan.feeds), *(m for m, _ in plan.diagonal)]
-        divided = any(is_sharded(p) for module in layers for p in module._parameters.values())
-        self.copies = divided or how.owners is not None  # in the place of θ, where processes share it or the batch
+        sharded = any(is_sharded(p) for module in layers for p in module._parameters.values())
+        self.copies = sharded or how.owners is not None  # in the place of θ, where processes share it or the batch
         self.tokens = [torch.zeros((), requires_grad=True) for _ in range(2)]  # the second for calls with single rows
         self.batch_size = 1
         self.lengths: dict[str, int] = {}  # first dimension of each layer's input
@@ -238,7 +238,7 @@ class Recorder:
                 self._keep(*self._passed)
             for name, gradient in zip(names, gradients[2:], strict=True):
                 if gradient is not None:
-                    wide = {name: gradient.to(self.dtype)}  # perhaps divided among processes
+                    wide = {name: gradient.to(self.dtype)}  # perhaps sharded
                     add_to(found.diagonal, name, trees.dot(wide, wide) / gradient.numel())
         self._finish()
         return found

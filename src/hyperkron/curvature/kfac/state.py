@@ -20,7 +20,7 @@ from hyperkron.curvature.kfac.measured import Measured
 from hyperkron.curvature.kfac.owners import Owners
 from hyperkron.evaluation.point import Point
 from hyperkron.kernels.execution import Pending
-from hyperkron.sharding import divided, is_sharded, local, place_of, with_rows
+from hyperkron.sharding import is_sharded, local, place_of, sharded_like, with_rows
 from hyperkron.solution import HyperkronError, Status
 from hyperkron.trees import Tree
 
@@ -376,9 +376,9 @@ def _no_overlap(b: Tree) -> bool:
 
 
 def own_diagonal(diagonal: dict[str, Tensor], params: Tree) -> dict[str, Tensor]:
-    """``diagonal``, divided among processes like the parameters."""
+    """``diagonal``, sharded like the parameters."""
     shaped = {n: d for n, d in diagonal.items() if is_sharded(params[n]) and d.shape == params[n].shape}
-    return diagonal | {name: divided(d, params[name]) for name, d in shaped.items()}
+    return diagonal | {name: sharded_like(d, params[name]) for name, d in shaped.items()}
 
 
 def own_rows_of(diagonal: dict[str, Tensor], v: Tree) -> dict[str, Tensor]:

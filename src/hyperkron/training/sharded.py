@@ -1,4 +1,4 @@
-"""Checkpoints of tensors divided among processes: each process writes its rows, and any number of them can read.
+"""Checkpoints of sharded tensors: each process writes its rows, and any number of them can read.
 
 folder/step-00000123/tensors-rank00001.safetensors    the rows of the second process, and so on
 """
@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from hyperkron.algorithms import State
 from hyperkron.collectives import Group
-from hyperkron.sharded_functions import divided_over
-from hyperkron.sharding import divided, is_sharded, own_rows
+from hyperkron.sharded_functions import sharded_over
+from hyperkron.sharding import is_sharded, own_rows, sharded_like
 from hyperkron.training import files
-from hyperkron.training.encoding import CheckpointError, DamagedCheckpoint, divided_rows
+from hyperkron.training.encoding import CheckpointError, DamagedCheckpoint, sharded_rows
 
 FILE = re.compile(r"tensors-rank(\d{5})\.safetensors\Z")
 
@@ -40,7 +40,7 @@ class Rows:
 
 
 def holds_rows(*modules: nn.Module) -> bool:
-    """Whether a parameter or buffer of these modules is divided among processes."""
+    """Whether a parameter or buffer of these modules is sharded."""
     return any(is_sharded(x) for m in modules for x in m.state_dict().values())
 
 
@@ -59,14 +59,14 @@ def write_rows(staging: Path, state: dict[str, Any], group: Group) -> dict[str, 
         failure = error.strerror or str(error)
     if group.all(not failure) and group.rank > 0:  # also waits until the folder is there
         try:
-            record = files.write_tensors(staging / _file(group.rank), divided_rows(state))
+            record = files.write_tensors(staging / _file(group.rank), sharded_rows(state))
         except OSError as error:
             failure = error.strerror or str(error)
     words = [int(record["sha256"][i : i + 8], 16) for i in range(0, 64, 8)]
     table = group.numbers(bool(failure), record["size"], *words)
     if any(row[0] for row in table):
         raise CheckpointError(
-            f"divided rows could not be saved in {staging.parent} ({failure or 'another process says why'}). Earlier "
+            f"sharded rows could not be saved in {staging.parent} ({failure or 'another process says why'}). Earlier "
             "checkpoints are untouched; make room, or choose another folder that all processes can write."
         )
     return {
@@ -87,7 +87,7 @@ def _file(rank: int) -> str:
 def reader(
     path: Path, records: Mapping[str, dict[str, Any]], group: Group | None
 ) -> Iterator[Callable[[str, tuple[int, ...]], Any]]:
-    """A function (name, shape) → the :class:`Rows` of a divided tensor for this process, or the whole tensor."""
+    """A function (name, shape) → the :class:`Rows` of a sharded tensor for this process, or the whole tensor."""
     names = sorted(name for name in records if FILE.match(name))
     with contextlib.ExitStack() as stack:
         opened: list[files.TensorFile] = []
@@ -110,8 +110,8 @@ def reader(
         yield rows
 
 
-def redivided(saved: dict[str, Any], state: State, group: Group) -> dict[str, Any]:
-    """A saved state of a run, with its tensors divided like those of ``state``."""
+def resharded(saved: dict[str, Any], state: State, group: Group) -> dict[str, Any]:
+    """A saved state of a run, with its tensors sharded like those of ``state``."""
     live = {**state.params, **state.hypers, **state.model.state_dict(), **state.hyper.state_dict()}
     own = dict(_placed(saved["state"], {}, group))
     for name in ("model", "hyper", "trees"):
@@ -128,19 +128,19 @@ def redivided(saved: dict[str, Any], state: State, group: Group) -> dict[str, An
 
 
 def _placed(x: Any, live: Mapping[str, Any], group: Group, name: str = "") -> Any:
-    """Turns :class:`Rows`, and whole tensors that are divided in ``live``, into divided tensors."""
+    """Turns :class:`Rows`, and whole tensors that are sharded in ``live``, into sharded tensors."""
     if isinstance(x, dict):
         return type(x)({key: _placed(value, live, group, str(key)) for key, value in x.items()})
     if isinstance(x, Rows):
-        return divided_over(group, x.own, x.shape[0])
+        return sharded_over(group, x.own, x.shape[0])
     like = live.get(name)
-    return divided(x, like) if _whole_of(x, like) else x
+    return sharded_like(x, like) if _whole_of(x, like) else x
 
 
 def _moments(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     params = [p for g in optimizer.param_groups for p in g["params"]]
     memory = {
-        key: {n: divided(x, params[int(key)]) if _whole_of(x, params[int(key)]) else x for n, x in one.items()}
+        key: {n: sharded_like(x, params[int(key)]) if _whole_of(x, params[int(key)]) else x for n, x in one.items()}
         for key, one in saved["state"].items()
     }
     return {**saved, "state": memory}

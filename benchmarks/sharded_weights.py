@@ -1,10 +1,10 @@
 """λ of very many examples on several processes: the most memory that each of them has ever used.
 
-    python benchmarks/divided_weights.py [--counts 1e6 1e8 --ranks 1 2 4 --optimizer adam]
+    python benchmarks/sharded_weights.py [--counts 1e6 1e8 --ranks 1 2 4 --optimizer adam]
 
 Each process trains a small network by ``fit`` for three outer steps, with one weight for each of ``count`` examples,
-divided among the processes. Memory is the largest resident set of a process less that before λ was made, and is
-compared with what one process needs that holds all of λ. The record goes to benchmarks/results/divided_weights.json.
+sharded among the processes. Memory is the largest resident set of a process less that before λ was made, and is
+compared with what one process needs that holds all of λ. The record goes to benchmarks/results/sharded_weights.json.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--optimizer", choices=sorted(OPTIMIZERS), default="adam")
     options = parser.parse_args()
-    path = RESULTS / "divided_weights.json"
+    path = RESULTS / "sharded_weights.json"
     rows = json.loads(path.read_text("utf-8"))["rows"] if path.exists() else []
     for count in map(int, options.counts):
         for size in options.ranks:
@@ -97,7 +97,7 @@ def main() -> None:
             key = ("weights", "processes", "optimizer")
             rows = [old for old in rows if any(old[k] != row[k] for k in key)] + [row]
             print(row, flush=True)
-    write_result("divided_weights.json", {"rows": rows})
+    write_result("sharded_weights.json", {"rows": rows})
 
 
 if __name__ == "__main__":
