@@ -28,9 +28,8 @@ def write_files(folder: Path, seed: int = 0) -> np.ndarray:
     spoilt = random.random(len(train)) < 0.4
     given = np.where(spoilt, random.integers(0, 10, len(train)), y[train])
     folder.mkdir(parents=True, exist_ok=True)
-    np.savez(folder / "train.npz", x=x[train], y=given)
-    np.savez(folder / "trusted.npz", x=x[trusted], y=y[trusted])
-    np.savez(folder / "test.npz", x=x[test], y=y[test])
+    for name, rows, labels in (("train", train, given), ("trusted", trusted, y[trusted]), ("test", test, y[test])):
+        np.savez(folder / f"{name}.npz", x=x[rows], y=labels)
     return np.asarray(y[train] != given)
 
 
@@ -38,17 +37,10 @@ def main(folder: Path = Path("runs")) -> int:
     """Write the files, run the command, and say how many of the spoilt labels it found."""
     data, out = folder / "demo-data", folder / "demo"
     wrong = write_files(data)
-    command = [
-        "clean",
-        str(data / "train.npz"),
-        "--trusted",
-        str(data / "trusted.npz"),
-        "--test",
-        str(data / "test.npz"),
-    ]
+    train, trusted, test = (str(data / f"{part}.npz") for part in ("train", "trusted", "test"))
+    command = ["clean", train, "--trusted", trusted, "--test", test]
     print("$ hyperkron", *command, "--out", out, flush=True)
-    code = hyperkron([*command, "--out", str(out), "--overwrite"])
-    if code:
+    if code := hyperkron([*command, "--out", str(out), "--overwrite"]):
         return code
     with (out / "rows.csv").open() as file:
         doubt = np.zeros(len(wrong))

@@ -1,22 +1,17 @@
 """Domain weights for continued pretraining inside a Hugging Face ``Trainer``, with made-up texts and a tiny Llama:
-min_λ J_target(θ*), θ* = argmin_θ Σ_d p_d(λ) J_d(θ). Every tenth step moves λ, so that domains that help on the target
-texts count more. Besides the objectives and the callback, an ordinary script changes in the four numbered lines.
-"""
+min_λ J_target(θ*), θ* = argmin_θ Σ_d p_d(λ) J_d(θ). An ordinary script changes in the four numbered lines."""
 
 import torch
-import transformers  # whose Trainer needs accelerate: pip install accelerate
-from safetensors.torch import load_file, save_file
 from torch.utils.data import RandomSampler, default_collate
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import hyperkron as hk
 
-DOMAINS, WORDS = 4, 24
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+CONFIG = LlamaConfig(vocab_size=24, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
 
 
-def texts(domains):
-    """In domain d a word is followed by the one d + 1 further on."""
-    words = (torch.randint(WORDS, (len(domains), 1)) + torch.arange(16) * (domains + 1)[:, None]) % WORDS
+def texts(domains):  # of 24 words; in domain d a word is followed by the one d + 1 further on
+    words = (torch.randint(24, (len(domains), 1)) + torch.arange(16) * (domains + 1)[:, None]) % 24
     return [{"input_ids": w, "labels": w, "domain": d} for w, d in zip(words, domains, strict=True)]
 
 
@@ -29,7 +24,7 @@ def inner(model, mixture, batch):
     return outer(model, mixture, batch, mixture(batch["domain"]))
 
 
-class MixtureCallback(transformers.TrainerCallback):
+class MixtureCallback(TrainerCallback):
     def __init__(self, mixture, *data):
         self.problem = hk.training.DataParallel(hk.BilevelProblem(inner, outer), divide=False)  # on several processes
         self.mixture, self.data = mixture, data
@@ -50,31 +45,16 @@ class MixtureCallback(transformers.TrainerCallback):
             self.hypergradient.backward(self.problem, model, self.mixture, *both)
             self.optimizer.step()
 
-    def on_save(self, args, state, control, **_):  # λ belongs to the checkpoint; KFAC's random numbers start again
-        if args.should_save:
-            saved = self.mixture.state_dict() | self.optimizer.state_dict()["state"].get(0, {})
-            save_file(saved, f"{args.output_dir}/checkpoint-{state.global_step}/mixture.safetensors")
 
-    def on_train_begin(self, args, state, control, **_):
-        if state.global_step > 0:  # resumed; True: from the last checkpoint in args.output_dir, as Trainer does
-            given, last = args.resume_from_checkpoint, transformers.trainer_utils.get_last_checkpoint
-            saved = load_file(f"{last(args.output_dir) if given is True else given}/mixture.safetensors")
-            self.mixture.load_state_dict({"logits": saved.pop("logits")})
-            self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": {0: saved}})
-
-
-def main(**options):
-    train, target = texts(torch.arange(400) % DOMAINS), texts(torch.zeros(40, dtype=torch.long))
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=WORDS, **SIZES))
-    options = {"learning_rate": 3e-3, "report_to": "none", "save_strategy": "no", **options}
-    args = transformers.TrainingArguments(remove_unused_columns=False, **options)  # 1: the objectives need the domains
-    trainer = transformers.Trainer(model, args, train_dataset=train, eval_dataset=target)
-    callback = MixtureCallback(hk.DomainWeights(DOMAINS).to(args.device), train, target)  # 2
-    trainer.compute_loss, trainer.model_accepts_loss_kwargs = callback.compute_loss, False  # 3: means over batches
-    trainer.add_callback(callback)  # 4
+def main(Callback=MixtureCallback, **options):
+    train, target = texts(torch.arange(400) % 4), texts(torch.zeros(40, dtype=torch.long))
+    args = TrainingArguments(remove_unused_columns=False, learning_rate=3e-3, report_to="none", **options)  # 1
+    move = Callback(hk.DomainWeights(4).to(args.device), train, target)  # 2
+    trainer = Trainer(LlamaForCausalLM(CONFIG), args, train_dataset=train, eval_dataset=target, callbacks=[move])  # 3
+    trainer.compute_loss, trainer.model_accepts_loss_kwargs = move.compute_loss, False  # 4: means over batches
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    return callback.mixture.proportions().tolist()
+    return move.mixture.proportions().tolist()
 
 
-if __name__ == "__main__":
-    print("learned share of each domain (the target texts are of the first):", main(max_steps=200))
+if __name__ == "__main__":  # needs accelerate: pip install accelerate
+    print("learned share of each domain (the target texts are of the first):", main(max_steps=200, save_strategy="no"))
