@@ -126,8 +126,14 @@ class Crew:
         del self.workers[number]
 
     def dismiss(self) -> None:
-        """End all processes."""
+        """End all processes: those with a task at once, the others by themselves, so that they free what they share."""
+        for i, worker in self.workers.items():
+            if i in self.busy:
+                worker.kill()
+            else:
+                self.inboxes[i].put(None)
         for worker in self.workers.values():
+            worker.join(PATIENCE)
             worker.kill()
 
 
