@@ -61,13 +61,7 @@ def export(options: Any, given: list[str]) -> int:
     notes = [note for note in [_check_rows(folder, train, config.child("rows"), how)] if note]
     decided = {} if options.decisions is None else read_decisions(options.decisions, folder)
     _refuse_strange(decided, rows, options.decisions)
-    open_suspects = [row for row in rows if row.suspect and row.row not in decided]
-    dropped = {row.row for row in open_suspects} if options.drop else set()
-    new = {row.row: row.suggested for row in open_suspects if row.suggested != row.given} if options.relabel else {}
-    if options.relabel and (same := len(open_suspects) - len(new)):
-        kept = "suspect keeps its label" if same == 1 else "suspects keep their labels"
-        notes.append(f"{same} {kept}: in doubt, but no other label is more likely.")
-    new |= {row.row: decided[row.row] for row in rows if decided.get(row.row, row.given) != row.given}
+    dropped, new = _changes(rows, decided, options, notes)
     keep = [row.row for row in rows if row.row not in dropped]
     voted = _voted(rows, reading, relabel=bool(options.relabel or options.decisions))
     notes += [MAJORITY] if voted else []
@@ -106,6 +100,19 @@ def export(options: Any, given: list[str]) -> int:
             say(f"{which} left out when the data was read {are} not included.")
         print(written)
     return 0
+
+
+def _changes(
+    rows: list[CsvRow], decided: dict[int, str], options: Any, notes: list[str]
+) -> tuple[set[int], dict[int, str]]:
+    """The rows to drop, and new labels by row: of the suspects that are open, and of the rows that were decided."""
+    open_suspects = [row for row in rows if row.suspect and row.row not in decided]
+    dropped = {row.row for row in open_suspects} if options.drop else set()
+    new = {row.row: row.suggested for row in open_suspects if row.suggested != row.given} if options.relabel else {}
+    if options.relabel and (same := len(open_suspects) - len(new)):
+        kept = "suspect keeps its label" if same == 1 else "suspects keep their labels"
+        notes.append(f"{same} {kept}: in doubt, but no other label is more likely.")
+    return dropped, new | {row.row: decided[row.row] for row in rows if decided.get(row.row, row.given) != row.given}
 
 
 def _voted(rows: list[CsvRow], reading: dict[str, Any], *, relabel: bool) -> dict[int, str]:

@@ -52,20 +52,19 @@ class HashedNgrams:
     Args:
         texts: that are learnt from; at least 2.
         dim: size of a vector, less where there are few texts.
-        seed: of the randomised decomposition.
 
     References:
         Deerwester et al., 1990, "Indexing by latent semantic analysis"; Weinberger et al., 2009, "Feature hashing for
         large scale multitask learning".
     """
 
-    def __init__(self, texts: Sequence[str], dim: int = 256, seed: int = 0) -> None:
+    def __init__(self, texts: Sequence[str], dim: int = 256) -> None:
         if len(texts) < 2:
             raise HyperkronError(f"texts has {len(texts)} texts; {HASHED} need at least 2.")
         self._count, self._weigh = _counters()
         counts = self._count.fit(texts).transform(texts)
         self._weigh.fit(counts)
-        decompose = need("sklearn.decomposition").TruncatedSVD(min(dim, len(texts) - 1), random_state=seed)
+        decompose = need("sklearn.decomposition").TruncatedSVD(min(dim, len(texts) - 1), random_state=0)
         project = decompose.fit(self._weigh.transform(counts))
         leading = max(float(project.singular_values_[0]), 1e-12)
         self._components, self._scale = project.components_, len(texts) ** 0.5 / leading
