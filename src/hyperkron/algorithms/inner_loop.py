@@ -1,9 +1,4 @@
-"""Fast training steps of θ between two hypergradients.
-
-A small model on a large GPU waits for Python. An :class:`InnerLoop` records the forward and backward pass once as a
-CUDA graph and replays it, and can run it under autocast. The step of the optimizer (any of ``torch.optim``) is recorded
-too if that is safe; otherwise it runs as usual.
-"""
+"""Fast training steps of θ between two hypergradients: a small model on a large GPU waits for Python."""
 
 from __future__ import annotations
 

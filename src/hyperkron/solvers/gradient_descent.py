@@ -17,8 +17,7 @@ class GradientDescent(FixedStep):
     start: θ and λ move slowly, so A⁻¹b does too, and a few steps from the previous solution follow it (AmIGO: Arbel &
     Mairal, 2022).
 
-    It needs one product per iteration, and one less from zero. Without a ``step``, power iteration finds a safe one
-    with ``power_iterations`` more products; with a preconditioner η is 1, because M should have the scale of A.
+    It needs one product per iteration, and one less from zero.
 
     Growth is detected and reported as in :class:`~hyperkron.solvers.neumann.Neumann`; with ``start``, the value may be
     the start itself. A single step cannot be checked for growth. The reported residual is that of the iterate before
@@ -27,8 +26,9 @@ class GradientDescent(FixedStep):
 
     Args:
         iterations: the number of steps.
-        step: η, below 2/λmax of M⁻¹A; ``None`` finds 1/(1.1·λmax), or is 1 with a preconditioner.
-        power_iterations: products to spend on finding the step.
+        step: η, below 2/λmax of M⁻¹A; ``None`` finds 1/(1.1·λmax) by power iteration, or with a preconditioner takes
+            1, because M should have the scale of A.
+        power_iterations: products to spend on finding the step, in addition to the others.
         seed: of the power iteration's start.
     """
 

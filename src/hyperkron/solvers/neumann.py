@@ -14,11 +14,10 @@ class Neumann(FixedStep):
 
     For K → ∞ and 0 < η < 2/λmax this converges to A⁻¹b. The factor η in front gives v the right length.
 
-    Without a ``step``, power iteration finds a safe one with ``power_iterations`` more products. A series whose terms
-    grow is stopped with ``DIVERGED``, or with ``NONPOSITIVE_CURVATURE`` if rᵀAr is negative; the value is the partial
-    sum with the smallest residual, or ηb. NaN or infinity from the operator ends it with ``NON_FINITE`` and the last
-    finite sum (zero if no step is known yet). A series recorded as a CUDA graph always computes, and reports, all K
-    products, but keeps the sum with which it ends.
+    A series whose terms grow is stopped with ``DIVERGED``, or with ``NONPOSITIVE_CURVATURE`` if rᵀAr is negative; the
+    value is the partial sum with the smallest residual, or ηb. NaN or infinity from the operator ends it with
+    ``NON_FINITE`` and the last finite sum (zero if no step is known yet). A series recorded as a CUDA graph always
+    computes, and reports, all K products, but keeps the sum with which it ends.
 
     The reported residual is that of the sum without its last term. It is known at no cost and, for a safe step, larger
     than the residual of the whole sum. ``iterations`` of the solution counts the terms, including the first.
@@ -27,8 +26,8 @@ class Neumann(FixedStep):
 
     Args:
         terms: K, the terms after the first (0 gives ηb).
-        step: η, below 2/λmax; ``None`` finds 1/(1.1·λmax).
-        power_iterations: the number of products to find the step.
+        step: η, below 2/λmax; ``None`` finds 1/(1.1·λmax) by power iteration.
+        power_iterations: the number of products to find the step, in addition to the K.
         seed: the seed of the power iteration's random start.
     """
 

@@ -1,9 +1,8 @@
 """One problem on several processes: each evaluates its part of every batch, and all get the same derivatives.
 
-With R_r the (valid) rows of rank r, J(batch) = Σ_r R_r J(part r) / Σ_r R_r. The objectives of a :class:`DataParallel`
-problem return this J. Its gradients in θ and λ are summed over ranks (:mod:`hyperkron.collectives`), so everything that
-is computed from the objectives (inner steps, b, Hessian products, cross terms, unrolled steps) is the same on all
-ranks. KFAC sums its factors in the same way. ``docs/scaling.md`` lists what is sent when.
+The objectives of a :class:`DataParallel` problem return J of the whole batch. Its gradients in θ and λ are summed over
+ranks (:mod:`hyperkron.collectives`), so everything that is computed from them is the same on all ranks. KFAC sums its
+factors in the same way. ``docs/scaling.md`` lists what is sent when.
 """
 
 from __future__ import annotations

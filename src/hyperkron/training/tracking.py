@@ -136,13 +136,10 @@ class WandB(_Identified):
 
 
 class Trackio(_Identified):
-    """Trackio, which keeps its figures on this machine. Needs ``hyperkron[trackio]``.
+    """Trackio, which keeps its figures on this machine and finds a run by its name. Needs ``hyperkron[trackio]``.
 
     Args:
-        project: its project.
-        name: of the run, by which it is found again.
-        every: how often, in steps.
-        options: more arguments of ``trackio.init``.
+        project, name, every, options: as for :class:`WandB`; ``options`` are those of ``trackio.init``.
     """
 
     def open(self, run: Run) -> None:
@@ -155,9 +152,7 @@ class MLflow(_Identified):
 
     Args:
         project: the experiment.
-        name: of the run.
-        every: how often, in steps.
-        options: more arguments of ``mlflow.start_run``.
+        name, every, options: as for :class:`WandB`; ``options`` are those of ``mlflow.start_run``.
     """
 
     def open(self, run: Run) -> None:
