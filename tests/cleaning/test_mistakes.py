@@ -178,9 +178,9 @@ def table(labels: list[str] | None = None, **columns: Any) -> dict[str, Any]:
 
 
 SUSPECTED: dict[str, tuple[dict[str, Any], str, str]] = {
-    "decimal commas": (table(price=[f"{i},5" for i in range(ROWS)]), "'10,5' is read as 10.5", "column 'price'"),
-    "commas between thousands": (table(price=[f"{i + 1},250,000" for i in range(ROWS)]), "is read as 10250000", "'10,250,000'"),
-    "dates": (table(day=[f"{1 + i % 28}/12/2023" for i in range(ROWS)]), "holds dates", "'10/12/2023' is 2023-12-10"),
+    "decimal commas": (table(price=[f"{i},5" for i in range(ROWS)]), "'39,5' is read as 39.5", "column 'price'"),
+    "commas between thousands": (table(price=[f"{i + 1},250,000" for i in range(ROWS)]), "is read as 40250000", "'40,250,000'"),
+    "dates": (table(day=[f"{1 + i % 28}/12/2023" for i in range(ROWS)]), "holds dates", "'28/12/2023' is 2023-12-28"),
     "days with points": (table(day=[f"0{1 + i % 9}.11.2023" for i in range(ROWS)]), "holds dates", "is 2023-11-0"),
     "a few odd cells": (table(age=["unknown" if i % 6 == 0 else i * 1.5 for i in range(ROWS)]), "holds numbers but for 7 values", "'unknown'"),
     "customer numbers": (table(customer_no=[1000 + 3 * i for i in range(ROWS)]), "looks like a number that identifies rows", "pass id=['customer_no']"),

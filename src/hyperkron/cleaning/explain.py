@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from hyperkron.attribution import Attribution, attribute
 from hyperkron.cleaning.api import reopened
 from hyperkron.cleaning.config import Progress
 from hyperkron.cleaning.data import InputForm, Labelled, NewRows, ReadOptions, read
+from hyperkron.cleaning.data.sources import locate
 from hyperkron.cleaning.fields import read_result
 from hyperkron.cleaning.folder import RunFolder, shown
 from hyperkron.cleaning.own import EstimatorModel
@@ -108,6 +110,8 @@ def explain(
         raise HyperkronError(
             f"out={str(out)!r}: the run has not finished; continue it with `hyperkron resume {quote(str(out))}`."
         )
+    if isinstance(queries, (str, os.PathLike)):
+        locate(queries, "queries", ReadOptions())  # a path that does not exist is told before the run is read again
     result = reopened(out, model, progress, writes=False).result()
     if isinstance(result.model, EstimatorModel):
         raise HyperkronError(
@@ -146,10 +150,7 @@ def _read(
         found = read(queries, like=train, label=reading.get("label") or train.roles.label, **named)
     except HyperkronError as problem:
         options = ReadOptions(charset=named["charset"] or ReadOptions.charset)
-        try:
-            bare = form.read(queries, options=options)
-        except HyperkronError:
-            raise HyperkronError(f"{problem} Rows to explain need the columns of the training rows.") from problem
+        bare = form.read(queries, options=options)
         told = f"The queries are explained without their labels, which could not be read: {problem}"
         return bare, [None] * len(bare.rows), [*bare.messages, told]
     return found, [found.classes[int(label)] for label in found.labels], [*found.messages]

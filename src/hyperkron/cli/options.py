@@ -223,7 +223,8 @@ SWEEP = (
 )
 DOCTOR = (JSON, SPEAKING[1])
 
-_ARGUMENTS = {option.key: option for option in (*SWEEP, *PREDICT, *CLEAN, *EXPORT, *ATTRIBUTE)} | {"run_folder": RUN}
+_ARGUMENTS = {option.key: option for option in (*SWEEP, *PREDICT, *CLEAN, *EXPORT, *ATTRIBUTE)}
+_ARGUMENTS |= {"run_folder": RUN, "queries": _ARGUMENTS["query"]}
 _TEXT = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
 _VALUE = rf"True\b|\[?\.\.\.\]?|\[(?:(?:{_TEXT})(?:, )?)+\]|{_TEXT}"
 _ARGUMENT = re.compile(rf"(?<![\w.`'-])({'|'.join(_ARGUMENTS)})(\[\d+\])?=({_VALUE})?")

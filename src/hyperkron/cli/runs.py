@@ -257,6 +257,8 @@ def attribute(options: Any, given: list[str]) -> int:
     """Write a page with the training rows behind each prediction."""
     if options.count < 1:
         raise UsageError(f"--count={options.count} must be at least 1.")
+    if options.out is not None and Path(options.out).suffix.lower() not in (".html", ".htm"):
+        raise UsageError(f"--out={options.out!r} must end in .html: a page is written there.")
     from hyperkron.cleaning import explain
 
     with showing(options) as shown:

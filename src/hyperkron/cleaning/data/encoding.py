@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -30,6 +31,7 @@ from hyperkron.solution import HyperkronError
 FORMAT = 1
 _STRANGE = 0.05  # a column with at most this part of values that are no numbers is one of numbers
 _LOST = 2**-10  # of the standard deviation: float32 may move no number further
+_AMOUNT = re.compile(r"(?=.*[€$£¥₹%])[€$£¥₹]?\s*[+-]?\s*[€$£¥₹]?[\d.,\s]*\d[\d.,]*\s*[€$£¥₹%]?")
 _WORDS = 5  # also one with this many different words at most, if two thirds are numbers and these differ
 
 
@@ -293,6 +295,11 @@ def _fit_category(name: str, values: Values, cap: int) -> tuple[Category | None,
     counts = Counter(text for text in texts if text is not None)
     flagged = None in texts
     if len(counts) > cap and 2 * len(counts) > counts.total():
+        if all(_AMOUNT.fullmatch(text) for text in counts):
+            return None, (
+                f"column {name!r} is left out: its values, such as {next(iter(counts))!r}, are numbers with a sign of "
+                "a currency or a percentage; remove the signs to learn from it as numbers."
+            )
         return None, (
             f"column {name!r} is left out: {len(counts)} different values in {counts.total()} rows look like names or "
             f"free text. Pass text={name!r} to learn from it as text."

@@ -252,7 +252,8 @@ def form_note(name: str, form: NumberForm, values: Values) -> str:
     if form == "plain":
         return ""
     odd = [str(value) for value in cells(values) if as_number(value) is None]
-    example = max((value for value in odd if not read_numbers([value], form)[1]), key=len)
+    readable = (value for value in odd if not read_numbers([value], form)[1])
+    example = max(readable, key=lambda value: (len(value), value))  # 31/12/2024 rather than 01/01/2024
     number = read_numbers([example], form)[0][0]
     if form.startswith("date"):
         return f"column {name!r} holds dates, read as days: {example!r} is {day_of(float(number))}."
