@@ -25,8 +25,6 @@ PREVIOUS = RUNS.with_name("trust-previous.jsonl")
 DEVELOPMENT = RUNS.with_name("development.jsonl")
 """What the learner was decided on, and settings that were run after that; ``experiments.cleaning.development``."""
 PAGE = PAGES / "cleaning.md"
-HISTORY = RUNS.with_name("trust-decided.md")
-"""What was decided when, and what the page cannot compute."""
 
 HEAD = """# Can the numbers of `hyperkron clean` be trusted? The record
 
@@ -38,7 +36,8 @@ rival by more than the interval: {below}.
 
 Measured by `python -m experiments.cleaning.trust` ({runs} runs, {sets} data sets, seeds {seeds}, {sizes} trusted rows
 per class, source {commits}, one CPU core a run); this page is made by `python -m experiments.cleaning.page`. Every run
-is a line of [trust.jsonl](../results/cleaning/trust.jsonl).
+is a line of [trust.jsonl](../results/cleaning/trust.jsonl);
+[another file](../results/cleaning/trust-decided.md) says what was decided when, and what had been seen before.
 
 """
 SET_UP = {
@@ -58,7 +57,8 @@ SET_UP = {
         "seed has its own noise, split and trusted rows"
     ),
     "unseen": (
-        "{unseen}; kept out of development, but see 15 below. Fashion-MNIST is not counted: other rows of it were used"
+        "{unseen}; kept out of development, but see step 15 of what was decided. Fashion-MNIST is not counted: "
+        "other rows of it were used"
     ),
     "held-out, test": "what the tool prints; what is measured on rows it did not use",
     "outside": (
@@ -241,7 +241,7 @@ def page() -> str:
     previous = summary.load(PREVIOUS)[0]
     commits = ", ".join(sorted({r["commit"] for r in previous}))
     lines += [f"## Against the table before ({commits}), under the same splits", "", *paired(runs, previous), ""]
-    return HEAD.format(**facts) + "\n".join([*lines, HISTORY.read_text("utf-8").rstrip()]) + "\n"
+    return HEAD.format(**facts) + "\n".join(lines).rstrip() + "\n"
 
 
 if __name__ == "__main__":

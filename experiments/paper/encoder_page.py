@@ -12,7 +12,7 @@ from experiments.paper import plots
 from experiments.paper.printed import printed
 from experiments.paper.recipe import Judgement, Result, Table, Verdict, by_cases
 from experiments.paper.references import KINDS
-from experiments.paper.tuning import setting_text
+from experiments.paper.tuning import edges
 from experiments.paper.visits import Visits
 from experiments.seeds import clearly_below, mean, shown
 from experiments.trial import MEASURED
@@ -28,37 +28,28 @@ NOTE = (
     "ones; as many training rows, with their true labels, are set aside to tune and to choose where to stop. "
     "All methods train the same layers on the same batches: AdamW with a cosine schedule, ten inner steps to an "
     "outer one, SGD with momentum 0.9 on λ, no dropout, TF32. The step size of λ is relative: the root mean square by "
-    "which the weights of a batch move first. One grid of absolute "
-    "rates would not serve methods whose hypergradients differ by orders of magnitude. TREC's test texts lose their "
-    "leading fine label. Accuracy is that of the look with the lowest error on the rows set aside; “trained again” "
-    "that of a fresh network trained with the final weights. "
-    "The reference lines train plainly for as many inner steps. A step's time is measured on its own before the runs, "
-    "which may share the device. “Order” is the probability that a rightly labelled row weighs more than a wrongly "
-    "labelled one; ½ is chance. Tables with fewer trusted rows, or with true labels of which half are drawn at random "
-    "in place of the weak ones, are not in the paper and do not count for the verdict. The caption of the paper's "
-    "figure 4 says test accuracy, its text validation accuracy; ours is on test rows. "
+    "which the weights of a batch move first. TREC's test texts lose their leading fine label. Accuracy is that of "
+    "the look with the lowest error on the rows set aside. The reference lines train plainly for as many inner steps. "
+    "Fewer trusted rows and uniform noise (half of the true labels drawn at random) are not in the paper and do not "
+    "count for the verdict. The record file also has the settings, the order of the weights and networks trained "
+    "again. "
 )
 """What holds for every encoder."""
 
 NOTE_MINILM = NOTE + (
     "MiniLM (6 × 384; 1, 3 and 6 layers tuned) stands for BERT-base here; `encoder-base` has an encoder of that size. "
-    "At small scale the number of steps was fixed at 200 after two other runs had been seen: one of 120 steps, in "
+    "The number of steps was fixed at 200 after two other runs had been seen: one of 120 steps, in "
     "which KFAC was 0.3 points above SAMA on TREC with one tuned layer (three seeds), and one of 300 steps, whose "
-    "files were lost, in which it was 1.7 points below. With more than one layer tuned the runs have 100 steps and two "
-    "seeds, and only Baseline, SAMA and KFAC are run, on TREC and Youtube with all layers and on TREC with the middle "
-    "number of them; the Neumann series and uniform noise have two seeds as well. The rest of table 7 is left to paper "
-    "scale."
+    "files were lost, in which it was 1.7 points below. With more than one layer tuned the runs have 100 steps, and "
+    "only Baseline, SAMA and KFAC are run. The rest of table 7 is left to paper scale."
 )
 
 NOTE_BASE = NOTE + (
-    "MPNet-base (12 × 768) stands for BERT-base, with 1, 7 and 12 layers tuned as in the paper. At small scale its "
+    "MPNet-base (12 × 768) stands for BERT-base, with 1, 7 and 12 layers tuned as in the paper. Its "
     "matrices were rounded to 8 bits a number, with a scale for each row, before they were tuned, and texts are cut "
     "after 40 tokens. The grids are those of MiniLM. With one tuned layer the runs have 100 steps. With more than "
     "one layer tuned they have 40 steps, only Baseline, SAMA and KFAC are run, and no fresh network is trained "
-    "with the final weights; what a step of the other methods costs is measured there all the same, on TREC. The "
-    "Neumann series has two seeds. Our runs shared the GPU, eight at a time (as with --workers 8), and MPNet's table "
-    "of positions was kept on it, as the library does now. "
-    "The rest of table 7 is left to paper scale."
+    "with the final weights. Eight runs shared the GPU. The rest of table 7 is left to paper scale."
 )
 
 Stages = dict[str, dict[str, dict[str, Any]]]
@@ -174,38 +165,38 @@ def stage_text(name: str) -> str:
 
 
 def _printed(dataset: str, layers: int, depth: int, method: str) -> str:
-    """The printed accuracy and time at the depth that corresponds to ours, or a dash."""
+    """The printed accuracy at the depth that corresponds to ours, or nothing."""
     key = {1: "1_layer", depth: "12_layers"}.get(layers, "7_layers")
     rows = printed("table_bert_hypercleaning")[key]
     names = ["trec", "semeval", "youtube"]
-    if method not in rows or dataset not in names:
-        return "–"
-    accuracy, deviation, seconds, _ = rows[method][names.index(dataset)]
-    return f"{accuracy} ± {deviation}, {seconds} s"
-
-
-def _printed_alone() -> list[Table]:
-    found = printed("table_bert_hypercleaning")
-    columns = ["method", *DATASETS.values()]
-    made = []
-    for depth, key in ((1, "1_layer"), (7, "7_layers"), (12, "12_layers")):
-        rows = [[name, *(_printed(x, depth, 12, name) for x in DATASETS)] for name in found[key]]
-        made.append(Table(f"Printed accuracy in % (± standard deviation) and time, {depth} tuned", columns, rows))
-    return made
+    return str(rows[method][names.index(dataset)][0]) if method in rows and dataset in names else ""
 
 
 def tables(result: Result | None) -> list[Table]:
-    """One table for each dataset, depth and number of trusted rows, the printed numbers beside ours."""
+    """The accuracy of every method in every stage, the printed one behind it, and what a step costs."""
     if result is None:
-        return _printed_alone()
-    columns = ["method", "printed (BERT-base, 12 layers)", "accuracy in %", "trained again"]
-    columns += ["ms a step", "order", "seeds", "setting"]
-    made = []
-    for name, of in result.figures["stages"].items():
-        rows = [_row(result, name, method, of[method]) for method in ORDER if method in of]
-        title = f"{stage_text(name)}; {result.figures['encoder']['name']}, {stage_steps(result, name)} outer steps"
-        made.append(Table(title, columns, rows))
-    return made + _price_table(result)
+        rows = printed("table_bert_hypercleaning")["1_layer"]
+        found = [[name, *(_printed(x, 1, 12, name) for x in DATASETS)] for name in rows]
+        return [Table("Printed accuracy in %, 1 layer tuned", ["method", *DATASETS.values()], found)]
+    stages = result.figures["stages"]
+    names = [name for name in ORDER if any(name in of for of in stages.values())]
+    columns = ["method", *(f"{stage_text(stage)} ({stage_steps(result, stage)} steps)" for stage in stages)]
+    lines = [
+        [name, *(_cell(result, stage, name, of[name]) if name in of else "–" for stage, of in stages.items())]
+        for name in names
+    ]
+    seeds = sorted({len(x["accuracy"]) for of in stages.values() for x in of.values()})
+    title = f"Accuracy in %, {' or '.join(map(str, seeds))} seeds (printed, BERT-base; *: a tuned value is at an edge)"
+    return ([Table(title, columns, lines)] if stages else []) + _price_table(result)
+
+
+def _cell(result: Result, stage: str, method: str, x: dict[str, Any]) -> str:
+    """One accuracy, the printed one behind it."""
+    dataset, layers, *_ = stage.split("/")
+    depth = int(result.figures["encoder"]["layers"])
+    theirs = _printed(dataset, int(layers), depth, method) if stage.endswith("/all/weak") else ""
+    text = shown(x["accuracy"], 1) + "*" * bool(edges(x["setting"], x["edge"], _rates(result, int(layers), method)))
+    return text + (f" ({theirs})" if theirs else "") + " failed" * any(x["failed"])
 
 
 def _price_table(result: Result) -> list[Table]:
@@ -241,22 +232,6 @@ def _cost(of: dict[str, dict[str, Any]], name: str) -> str:
 def stage_steps(result: Result, stage: str) -> int:
     """Outer steps of a full run of a stage."""
     return int(result.figures.get("stage_steps", {}).get(stage, result.figures["steps"]))
-
-
-def _row(result: Result, stage: str, method: str, x: dict[str, Any]) -> list[str]:
-    dataset, layers, *_ = stage.split("/")
-    depth = int(result.figures["encoder"]["layers"])
-    order = [value for value in x["auc"] if value is not None]
-    return [
-        method + (" (failed)" if any(x["failed"]) else ""),
-        _printed(dataset, int(layers), depth, method) if stage.endswith("/all/weak") else "–",
-        shown(x["accuracy"], 1),
-        shown([value for value in x.get("again", []) if value is not None], 1),
-        f"{1e3 * mean(x['step_seconds']):.1f}",
-        shown(order),
-        str(len(x["accuracy"])),
-        setting_text(x["setting"], x["edge"], _rates(result, int(layers), method)),
-    ]
 
 
 def _rates(result: Result, layers: int, method: str) -> dict[str, Any]:

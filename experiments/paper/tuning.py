@@ -124,22 +124,21 @@ def beyond(best: float, tried: Sequence[float], values: Sequence[float]) -> floa
     return values[place - 1] if best == min(tried) and place > 0 else None
 
 
-def setting_text(
+def edges(
     setting: Mapping[str, float], edge: Collection[str] = (), rates: Mapping[str, Any] | None = None
-) -> str:
-    """A chosen setting in a table, and which of its values are at an edge of their grid.
+) -> list[str]:
+    """The values of a chosen setting that are at an edge of their grid.
 
     Args:
         edge: names that are at an edge.
         rates: the values of every grid, for results that did not count an edge of a grid of two values.
 
     Example:
-        >>> setting_text({"inner": 0.1, "outer": 100.0}, ["outer"])
-        'inner 0.1, outer 100 (at an edge: outer)'
-        >>> setting_text({"inner": 0.1, "outer": 1.0}, rates={"inner": (0.1,), "outer": (1.0, 2.0)})
-        'inner 0.1, outer 1 (at an edge: outer)'
+        >>> edges({"inner": 0.1, "outer": 100.0}, ["outer"])
+        ['outer']
+        >>> edges({"inner": 0.1, "outer": 1.0}, rates={"inner": (0.1,), "outer": (1.0, 2.0)})
+        ['outer']
     """
     grid = {name: values for name, values in (rates or {}).items() if name in setting}
     found = {*edge, *at_edge(dict(setting), grid)}
-    text = ", ".join(f"{name} {value:g}" for name, value in setting.items())
-    return text + (f" (at an edge: {', '.join(name for name in setting if name in found)})" if found else "")
+    return [name for name in setting if name in found]

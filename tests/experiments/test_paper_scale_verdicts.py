@@ -165,17 +165,18 @@ def test_the_encoder_tables_set_the_printed_depth_beside_ours(tmp_path: Path) ->
     figures = _encoder(62.0)
     figures["stages"]["trec/6/all/weak"] = figures["stages"]["trec/1/all/weak"]
     figures["stage_steps"] = {"trec/6/all/weak": 50}
-    found = {table.title: table for table in encoder_page.tables(_result(figures))}
-    rows = {title: {row[0]: row for row in table.rows} for title, table in found.items()}
-    one, deep, few = (
-        rows[f"TREC, {x}; minilm, {steps} outer steps"]
-        for x, steps in (("1 layer", 100), ("6 layers", 50), ("1 layer, 50 trusted rows", 100))
-    )
-    assert one["KFAC"][1] == "77.62 ± 1.28, 772.8 s" and deep["KFAC"][1] == "63.67 ± 1.43, 1988.1 s"
-    assert few["KFAC"][1] == "–" and one["trusted only"][1] == "–"
-    assert all(len(row) == len(table.columns) for table in found.values() for row in table.rows)
+    figures["stages"]["trec/1/50/weak"]["SAMA"] |= {"edge": ["outer"], "failed": [False, True]}
+    (table,) = encoder_page.tables(_result(figures))
+    assert list(table.columns) == [
+        *("method", "TREC, 1 layer (100 steps)", "TREC, 1 layer, 50 trusted rows (100 steps)"),
+        "TREC, 6 layers (50 steps)",
+    ]
+    rows = {row[0]: row[1:] for row in table.rows}
+    assert rows["KFAC"] == ["62.0 ± 0.0 (77.62)", "10.0 ± 0.0", "62.0 ± 0.0 (63.67)"]
+    assert rows["trusted only"] == ["94.0 ± 0.0", "–", "94.0 ± 0.0"]
+    assert rows["SAMA"][1] == "60.0 ± 0.0* failed" and rows["SAMA"][0] == "60.0 ± 0.0 (62.93)"
     assert [path.name for path in encoder_page.plot(_result(figures), tmp_path)] == ["x-1.svg"]
-    assert [table.rows[1][0] for table in encoder_page.tables(None)] == ["KFAC"] * 3
+    assert [row[0] for row in encoder_page.tables(None)[0].rows][1] == "KFAC"
 
 
 def test_small_grids_have_enough_settings_for_every_method() -> None:
