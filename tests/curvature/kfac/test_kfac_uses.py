@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -180,6 +182,56 @@ def test_a_layer_called_with_a_function_of_its_weight_is_not_measured_as_if_it_w
     with pytest.warns(hk.HyperkronWarning, match=r"first.weight \(2, 3\) \(its layer was not called with it\)"):
         result = hk.ekfac(0.1, fisher="type-2").compute(*case.arguments)
     assert result.stats["coverage"] == 6 / 18
+
+
+def _detached(layer: nn.Linear, x: Tensor) -> Tensor:
+    return F.linear(x, layer.weight.detach(), layer.bias.detach())
+
+
+def _with_constants(layer: nn.Linear, x: Tensor) -> Tensor:
+    return functional_call(layer, {name: p.detach() for name, p in layer.named_parameters()}, (x,))
+
+
+def _with_other_leaves(layer: nn.Linear, x: Tensor) -> Tensor:
+    return functional_call(layer, {name: p.detach().requires_grad_() for name, p in layer.named_parameters()}, (x,))
+
+
+def _frozen(layer: nn.Linear, x: Tensor) -> Tensor:
+    layer.requires_grad_(False)
+    try:
+        return layer(x)
+    finally:
+        layer.requires_grad_(True)
+
+
+def _copied(layer: nn.Linear, x: Tensor) -> Tensor:
+    return copy.deepcopy(layer)(x)
+
+
+class WithTeacher(nn.Module):
+    """Calls a layer with its parameters, and with constants in their place on an input that depends on θ."""
+
+    def __init__(self, constant: Callable[[nn.Linear, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.constant = nn.Linear(3, 2), nn.Linear(2, 2), constant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        return self.second(x) + self.constant(self.second, x.sin())
+
+
+@pytest.mark.parametrize("constant", [_with_constants, _with_other_leaves, _frozen, _copied])
+def test_calls_of_a_layer_with_constants_in_the_place_of_its_parameters_are_not_measured(
+    constant: Callable[[nn.Linear, Tensor], Tensor],
+) -> None:
+    case = make(WithTeacher(constant), (3,), loss="cross_entropy")
+    found = case.measured("type-2")
+    case.model.constant = _detached
+    wanted = case.measured("type-2")
+    for factors, truth in ((found.a, wanted.a), (found.b, wanted.b)):
+        assert factors.keys() == truth.keys() == {"first", "second"}
+        for name, factor in truth.items():
+            assert oracles.relative(factors[name], factor) < 1e-12
 
 
 @pytest.mark.parametrize("size", [(2, 1), (1, 2), (2, 2)])

@@ -47,6 +47,11 @@ class _Call:
     single: bool = False  # whether each example has a single row
 
 
+def _parameters(module: nn.Module) -> list[tuple[int, bool]]:
+    """Which tensors are the parameters of ``module`` now, and which of them require a gradient."""
+    return [(id(p), p.requires_grad) for p in module._parameters.values() if p is not None]
+
+
 class Recorder:
     """The hooks of one measurement and the sums they fill."""
 
@@ -77,6 +82,7 @@ class Recorder:
         self.sequences: dict[str, int] = {}  # the same, for inputs with several rows for each index there
         self.plain_lookups = False  # whether an embedding got one-dimensional indices, of examples or positions
         self.layers = Calls(left_out)
+        self._own: dict[nn.Module, list[tuple[int, bool]]] = {}
         self.measured = found = Measured()
         self._factors: list[tuple[dict[str, Factor], dict[str, Factor], WeightSharing]]
         self._factors = [(found.a, found.b, how.sharing)]
@@ -97,6 +103,7 @@ class Recorder:
         """Inside the block, every covered module has its hook; hooks are removed also after an error."""
         hooks = [(module, partial(self._on_block, self.plan.blocks[name])) for module, name in self.plan.feeds]
         hooks += [(module, partial(self._on_diagonal, names)) for module, names in self.plan.diagonal]
+        self._own = {module: _parameters(module) for module, _ in hooks}
         with ExitStack() as stack:
             stack.callback(self.inputs.forget)
             for module, hook in hooks:
@@ -122,9 +129,14 @@ class Recorder:
         return self.layers.tapped(block.name, x, output, token, partial(self._on_gradient, call))
 
     def _replaced(self, module: nn.Module) -> bool:
-        """Whether a function of θ is in the place of a parameter, as ``functional_call`` puts it there: the gradient at
-        the output is then another one than that of θ."""
-        return not self.copies and any(p is not None and not p.is_leaf for p in module._parameters.values())
+        """Whether a parameter is not θ in this call, so that the gradient at the output is not that of θ: it is frozen,
+        ``functional_call`` has put another tensor in its place, or the layer is a copy made inside the loss."""
+        own = self._own.get(module)
+        return own is None or (not self.copies and own != _parameters(module))
+
+    def __deepcopy__(self, memory: dict[int, Any]) -> Recorder:
+        """Itself: a layer that the loss copies has the hooks of the original."""
+        return self
 
     def _on_diagonal(
         self, names: dict[str, str], module: nn.Module, given: tuple[Any, ...], named: Any, output: Tensor
