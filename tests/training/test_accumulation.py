@@ -200,9 +200,10 @@ def test_dropout_draws_the_same_masks_in_gradient_and_products() -> None:
     ],
     ids=["sum", "normalised", "pairs"],
 )
-def test_what_is_no_mean_over_examples_is_refused(inner: Any) -> None:
+@pytest.mark.parametrize("micro_batch", [4, 1])
+def test_what_is_no_mean_over_examples_is_refused(inner: Any, micro_batch: int) -> None:
     model, x = nn.Linear(D, 2), torch.randn(12, D)
-    problem = hk.training.Accumulated(hk.BilevelProblem(inner, lambda m, h, b: m(b).mean()), 4)
+    problem = hk.training.Accumulated(hk.BilevelProblem(inner, lambda m, h, b: m(b).mean()), micro_batch)
     for _ in range(2):  # also the second time
         with pytest.raises(hk.HyperkronError, match="is not a mean over examples"):
             problem.inner(model, nn.Module(), x)

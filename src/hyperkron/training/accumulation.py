@@ -108,7 +108,7 @@ class _Pieces:
         if len(parts) == 1:
             return self.function(model, hyper, batch)
         _refuse_batch_norm(model)
-        check_is_mean(self.level, self.function, model, hyper, parts[0], self.size.means)
+        check_is_mean(self.level, self.function, model, hyper, split(batch, max(2, length(parts[0])))[0], self.size.means)
         work = _Work(self.function, model, hyper, parts)
         inputs = [x for x in work.named().values() if x.requires_grad]
         if not inputs or not torch.is_grad_enabled():
@@ -300,6 +300,7 @@ def check_is_mean(
 
     J and its gradient on one piece are compared with those on its halves. A loss that draws random numbers, or that
     fails on a half (all rows masked), is not compared, and neither are gradients of sharded parameters.
+    Pieces of one example are not compared where memory has no room for two.
     """
     halves, before = split(part, -(-length(part) // 2)), random_state()
     if level in means or len(halves) == 1:
@@ -309,7 +310,7 @@ def check_is_mean(
     inputs, together = tuple(named[name] for name in work.names), any(is_sharded(x) for x in named.values())
     try:
         whole, both, drew, coarse = _on_whole_and_halves(work, inputs, part, halves)
-    except HyperkronError:
+    except (HyperkronError, torch.OutOfMemoryError):
         if together:  # the other processes go on to the next half, which needs this one
             raise
         return
