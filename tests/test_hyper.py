@@ -112,12 +112,49 @@ def test_augmentation_is_random_and_vanishes_with_its_strength() -> None:
         lambda: hk.WeightDecay(nn.Linear(1, 1), each="layer"),  # type: ignore[arg-type]
         lambda: hk.LabelCorrection(torch.zeros(3), 2),
         lambda: hk.LabelCorrection(torch.zeros(3, dtype=torch.int64), 2, confidence=0.4),
+        lambda: hk.LabelCorrection(torch.tensor([0, 2]), 2),
+        lambda: hk.LabelCorrection(torch.tensor([0, -100]), 2),
+        lambda: hk.DomainWeights(2, torch.tensor([1.0, torch.inf])),
         lambda: hk.Augmentation(0.0),
+        lambda: hk.Augmentation()(torch.zeros(2, 1, 3, 3, dtype=torch.uint8)),
+        lambda: hk.MetaWeightNet(5)(torch.zeros(4, 2)),
     ],
 )
 def test_bad_arguments_are_refused(make: Any) -> None:
     with pytest.raises(hk.HyperkronError):
         make()
+
+
+INDEXED: dict[str, Any] = {
+    "clip": lambda: hk.SampleWeights(4),
+    "sigmoid": lambda: hk.SampleWeights(4, "sigmoid"),
+    "softmax": lambda: hk.SampleWeights(4, "softmax"),
+    "domains": lambda: hk.DomainWeights(4),
+    "labels": lambda: hk.LabelCorrection(torch.arange(4), 4),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8])
+@pytest.mark.parametrize("name", INDEXED)
+def test_an_index_may_hold_whole_numbers_of_any_kind(name: str, dtype: torch.dtype) -> None:
+    """Also bytes, and as many of them as there are rows, which torch takes for a mask."""
+    hyper = INDEXED[name]()
+    (raw,) = hyper.parameters()
+    with torch.no_grad():
+        raw.add_(torch.linspace(0, 0.4, raw.numel()).reshape(raw.shape))
+    index = torch.tensor([3, 1, 2, 1])
+    assert torch.equal(hyper(index.to(dtype)), torch.stack([hyper(i) for i in index]))
+
+
+@pytest.mark.parametrize("name", INDEXED)
+@pytest.mark.parametrize("index", [torch.tensor([0, 4]), torch.tensor([0.0, 1.0])], ids=["outside", "floats"])
+def test_an_index_that_does_not_fit_is_named(name: str, index: Tensor) -> None:
+    with pytest.raises(hk.HyperkronError, match=r"index does not fit 4 rows .* from 0 to 3"):
+        INDEXED[name]()(index)
+
+
+def test_the_first_weight_may_be_a_whole_number() -> None:
+    assert hk.SampleWeights(3, init=1)(torch.arange(3)).tolist() == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("value", [1.5, -0.5, 1e8, 1.0, 0.0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,19 @@ from hyperkron.solution import HyperkronError
 from hyperkron.validation import check_interval, check_one_of, check_positive, check_whole
 
 Squash = Literal["clip", "sigmoid", "softmax"]
+
+
+def _rows(values: Tensor, index: Any) -> Tensor:
+    """``values[index]``, with an error that says which numbers there are."""
+    if isinstance(index, Tensor) and index.dtype in (torch.uint8, torch.int8, torch.int16):
+        index = index.long()  # torch takes bytes for a mask
+    try:
+        found: Tensor = values[index]
+    except IndexError as error:
+        raise HyperkronError(
+            f"index does not fit {len(values)} rows of λ ({error}); give whole numbers from 0 to {len(values) - 1}."
+        ) from error
+    return found
 
 
 class SampleWeights(nn.Module):
@@ -49,6 +62,7 @@ class SampleWeights(nn.Module):
             )
         start = 0.5 if init is None else init
         check_interval("init", start, 0, 1, remedy="it is the weight of every example at first")
+        start = float(start)
         raw = {"clip": start, "softmax": 0.0}.get(squash)
         if raw is None:
             check_interval("init", start, 0, 1, brackets="()", remedy="a sigmoid lies strictly between 0 and 1")
@@ -69,8 +83,8 @@ class SampleWeights(nn.Module):
                 "as whole numbers."
             )
         if self.squash == "softmax":
-            return self.weight.softmax(0)[index] * self.weight.numel()
-        raw = self.weight[index] if self._group is None else taken(self._group, self.weight, index)
+            return _rows(self.weight.softmax(0), index) * self.weight.numel()
+        raw = _rows(self.weight, index) if self._group is None else taken(self._group, self.weight, index)
         if self.squash == "clip":
             return raw.detach().clamp(0.0, 1.0) + (raw - raw.detach())  # the difference is zero, its derivative one
         return raw.sigmoid()
@@ -106,8 +120,15 @@ class MetaWeightNet(nn.Module):
 
     def forward(self, losses: Tensor) -> Tensor:
         """The weights (N,) of examples with these losses (N,), or features (N, features)."""
-        inputs = losses.detach().to(next(self.net.parameters()).dtype)
-        weights = self.scale * self.net(inputs.reshape(len(inputs), -1)).squeeze(1).sigmoid()
+        first: Any = self.net[0]
+        inputs = losses.detach().to(first.weight.dtype)
+        inputs = inputs.reshape(len(inputs), -1)
+        if inputs.shape[1] != first.in_features:
+            raise HyperkronError(
+                f"losses has shape {tuple(losses.shape)}, which is {inputs.shape[1]} numbers per example, but this "
+                f"MetaWeightNet has features={first.in_features}; give one loss per example, or set features."
+            )
+        weights = self.scale * self.net(inputs).squeeze(1).sigmoid()
         if not self.normalise:
             return weights
         return weights / weights.mean().clamp(min=torch.finfo(weights.dtype).eps)
@@ -131,9 +152,10 @@ class DomainWeights(nn.Module):
     def __init__(self, count: int, init: Tensor | None = None) -> None:
         super().__init__()
         check_whole("count", count, remedy="it is the number of sources")
-        if init is not None and (init.shape != (count,) or not bool((init > 0).all())):
+        given = torch.ones(count) if init is None else torch.as_tensor(init).detach()
+        if given.shape != (count,) or not bool((given > 0).all() and given.isfinite().all()):
             raise HyperkronError(f"init={init!r} must hold {count} positive proportions.")
-        self.logits = nn.Parameter(torch.zeros(count) if init is None else init.detach().log())
+        self.logits = nn.Parameter(given.log())
 
     def proportions(self) -> Tensor:
         """p, one for each source, adding up to 1."""
@@ -141,7 +163,7 @@ class DomainWeights(nn.Module):
 
     def forward(self, domain: Tensor) -> Tensor:
         """The weights of examples from these sources: count · p, so that equal proportions weigh 1."""
-        return self.proportions()[domain] * len(self.logits)
+        return _rows(self.proportions(), domain) * len(self.logits)
 
 
 class WeightDecay(nn.Module):
@@ -197,10 +219,16 @@ class LabelCorrection(nn.Module):
 
     def __init__(self, labels: Tensor, classes: int, confidence: float = 0.9) -> None:
         super().__init__()
+        labels = torch.as_tensor(labels)
         if labels.ndim != 1 or labels.is_floating_point() or classes < 2:
             raise HyperkronError(
                 f"labels must be a vector of class numbers with classes={classes!r} ≥ 2, not {labels.dtype} of shape "
                 f"{tuple(labels.shape)}."
+            )
+        if wrong := [label for label in labels.unique().tolist() if not 0 <= label < classes]:
+            raise HyperkronError(
+                f"labels contains {wrong[0]}, but with classes={classes} they are 0..{classes - 1}; give every example "
+                "one of these, such as the most frequent class where the label is not known."
             )
         if not 1 / classes < confidence < 1:
             raise HyperkronError(f"confidence={confidence!r} must lie between 1/classes and 1.")
@@ -210,7 +238,7 @@ class LabelCorrection(nn.Module):
 
     def forward(self, index: Tensor) -> Tensor:
         """Soft targets (…, classes) of the examples in ``index``, for ``losses.cross_entropy``."""
-        return self.logits[index].softmax(-1)
+        return _rows(self.logits, index).softmax(-1)
 
     def labels(self) -> Tensor:
         """The corrected class of every example."""
@@ -242,6 +270,8 @@ class Augmentation(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """A random augmentation of each example."""
+        if not x.is_floating_point():
+            raise HyperkronError(f"x has dtype {x.dtype}; use floating point images: x.float() / 255.")
         contrast, brightness, noise = self.log.exp()
         shape = (len(x), *(1,) * (x.ndim - 1))
         u1, u2 = (2 * torch.rand(shape, dtype=x.dtype, device=x.device) - 1 for _ in range(2))

@@ -108,7 +108,8 @@ class _Pieces:
         if len(parts) == 1:
             return self.function(model, hyper, batch)
         _refuse_batch_norm(model)
-        check_is_mean(self.level, self.function, model, hyper, split(batch, max(2, length(parts[0])))[0], self.size.means)
+        some = split(batch, max(2, length(parts[0])))[0]
+        check_is_mean(self.level, self.function, model, hyper, some, self.size.means)
         work = _Work(self.function, model, hyper, parts)
         inputs = [x for x in work.named().values() if x.requires_grad]
         if not inputs or not torch.is_grad_enabled():
