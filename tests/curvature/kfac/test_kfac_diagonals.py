@@ -40,6 +40,17 @@ def normed(*layers: nn.Module, head: int, mean: nn.Module | None = None) -> nn.M
     return nn.Sequential(*layers, nn.Tanh(), mean or nn.Identity(), nn.Linear(head, 2))
 
 
+class OneByOne(nn.Module):
+    """Calls a layer on one example at a time, without a dimension for examples."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.layer(example) for example in x])
+
+
 class ChannelNorm(nn.LayerNorm):
     """LayerNorm over the second dimension, as in ConvNeXt."""
 
@@ -70,6 +81,8 @@ DIAGONAL: dict[str, tuple[Build, tuple[int, ...], int]] = {
     "layer norm without bias": (lambda: normed(nn.LayerNorm(4, bias=False), head=4), (4,), 0),
     "layer norm over tokens": (lambda: normed(nn.LayerNorm(4), head=4, mean=Mean()), (3, 4), 0),
     "layer norm over two dimensions": (lambda: normed(nn.LayerNorm((3, 4)), head=4, mean=Mean()), (2, 3, 4), 0),
+    "layer norm, one by one": (lambda: normed(OneByOne(nn.LayerNorm(4)), head=4), (4,), 0),
+    "rms norm, one by one": (lambda: normed(OneByOne(nn.RMSNorm((3, 4))), head=4, mean=Mean()), (3, 4), 0),
     "rms norm": (lambda: normed(nn.RMSNorm(4), head=4, mean=Mean()), (3, 4), 0),
     "group norm": (lambda: normed(nn.GroupNorm(2, 4), head=4, mean=Mean(True)), (4, 2, 3), 0),
     "batch norm, evaluation": (lambda: normed(Warm(3), head=3, mean=Mean(True)), (3, 2, 2), 0),

@@ -42,6 +42,8 @@ def squared_gradients(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Tens
     else:
         assert isinstance(module, nn.LayerNorm | nn.RMSNorm)
         shape = list(module.normalized_shape)
+        if g.dim() == len(shape):  # a single example without a dimension for examples
+            x, g = x[None], g[None]
         weighted = range(g.dim() - len(shape), g.dim())
         if isinstance(module, nn.LayerNorm):
             normalised = F.layer_norm(x, shape, eps=module.eps)
