@@ -10,7 +10,7 @@ from hyperkron import trees
 from hyperkron.curvature.base import Invertible, Operator
 from hyperkron.solution import Solution
 from hyperkron.solvers.base import LinearSystem
-from hyperkron.solvers.iteration import Code, IterativeSolver, Outcome, Read, first, non_finite, possible, sqrt, where
+from hyperkron.solvers.iteration import Ending, Event, IterativeSolver, Read, first, non_finite, possible, sqrt, where
 from hyperkron.solvers.stacked import stacked_cg
 from hyperkron.trees import Tree
 from hyperkron.validation import check_interval, check_whole
@@ -57,13 +57,13 @@ class CG(IterativeSolver):
         remedy = "it is a relative residual, such as 1e-6"
         check_interval("tolerance", self.tolerance, 0, 1, brackets="[)", remedy=remedy)
 
-    def _iterate(self, system: LinearSystem, read: Read) -> tuple[Tree, int, Outcome]:
+    def _iterate(self, system: LinearSystem, read: Read) -> tuple[Tree, int, Ending]:
         operator, b, start, eps = system.operator, system.b, system.start, system.epsilon
         r, products = system.residual()
         v, norm = trees.zeros_like(b) if start is None else start, trees.norm(b)
         size, left = read(norm, norm if start is None else trees.norm(r))
         residual, goal = left / size, max(self.tolerance, eps)
-        end = Outcome(first((Code.NON_FINITE, non_finite(residual)), (Code.CONVERGED, residual <= goal)), 0, residual)
+        end = Ending(first((Event.NON_FINITE, non_finite(residual)), (Event.CONVERGED, residual <= goal)), 0, residual)
         if end.stopped:
             return v, products, end
 
@@ -78,17 +78,18 @@ class CG(IterativeSolver):
             rr = trees.dot(r, r)
 
             square, bend, pp, qq, left = read(rz, curvature, trees.dot(p, p), trees.dot(product, product), rr)
+            left = sqrt(left) / size
             norm = sqrt(qq / where(pp > 0.0, pp, math.inf))  # a lower bound of ‖A‖
             largest = where(norm > largest, norm, largest)
             status = first(
-                (Code.NON_FINITE, non_finite(square, bend, pp, qq)),
-                (Code.NONPOSITIVE_CURVATURE, (square <= 0.0) | (bend <= eps * largest * pp)),
-                (Code.NON_FINITE, non_finite(left)),
-                (Code.CONVERGED, sqrt(left) / size <= goal),
+                (Event.NON_FINITE, non_finite(square, bend, pp, qq)),
+                (Event.NONPOSITIVE_CURVATURE, (square <= 0.0) | (bend <= eps * largest * pp)),
+                (Event.NON_FINITE, non_finite(left)),
+                (Event.CONVERGED, left <= goal),
             )
-            stuck, usable = status == Code.NONPOSITIVE_CURVATURE, status <= Code.CONVERGED
+            stuck, usable = status == Event.NONPOSITIVE_CURVATURE, status <= Event.CONVERGED
             v = where(end.running & usable, v_next, v)
-            residual = where(usable, sqrt(left) / size, residual)
+            residual = where(usable, left, residual)
             if done == 1 and start is None and possible(stuck):  # p₀ is the value, or b if the preconditioner is bad
                 (left,) = read(trees.norm(trees.subtract(b, product)))
                 v = where(stuck, trees.scale(where(square <= 0.0, b, p), 1.0), v)

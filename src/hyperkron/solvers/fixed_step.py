@@ -9,7 +9,7 @@ from hyperkron import trees
 from hyperkron.kernels.execution import read
 from hyperkron.solution import HyperkronError, Solution, Status
 from hyperkron.solvers.base import LinearSystem, signed_norm, signed_square
-from hyperkron.solvers.iteration import Code, IterativeSolver, Outcome, Read, first, non_finite, possible, sqrt, where
+from hyperkron.solvers.iteration import Ending, Event, IterativeSolver, Read, first, non_finite, possible, sqrt, where
 from hyperkron.solvers.spectrum import power_iteration
 from hyperkron.trees import Tree
 from hyperkron.validation import check_positive, check_whole
@@ -65,7 +65,7 @@ class FixedStep(IterativeSolver):
         value, more, end = self._iterate(system, read, step)
         return end.solution(value, products + more)
 
-    def _iterate(self, system: LinearSystem, read: Read, step: float | None = None) -> tuple[Tree, int, Outcome]:
+    def _iterate(self, system: LinearSystem, read: Read, step: float | None = None) -> tuple[Tree, int, Ending]:
         operator, b, start, eps = system.operator, system.b, system.start, system.epsilon
         step = step or self.step or 1.0
         z = system.preconditioned(b)
@@ -77,9 +77,9 @@ class FixedStep(IterativeSolver):
         size, left = read(norm, left)
         indefinite = (size < 0.0) | (left < 0.0)  # never without a preconditioner
         residual = where(indefinite, math.nan, left / size)
-        status = first((Code.NONPOSITIVE_CURVATURE, indefinite), (Code.NON_FINITE, non_finite(residual)))
-        end = Outcome(status, status == Code.BUDGET, residual)
-        if end.stopped and status == Code.NON_FINITE:
+        status = first((Event.NONPOSITIVE_CURVATURE, indefinite), (Event.NON_FINITE, non_finite(residual)))
+        end = Ending(status, status == Event.BUDGET, residual)
+        if end.stopped and status == Event.NON_FINITE:
             return trees.zeros_like(b) if start is None else start, products, end
         if start is None:
             z = z if system.preconditioner is None else where(indefinite, b, z)  # the identity instead of a bad M
@@ -104,20 +104,21 @@ class FixedStep(IterativeSolver):
             best = where(end.running & better, v, best)
             least, updates_to_best = where(better, residual, least), where(better, done, updates_to_best)
             status = first(
-                (Code.NON_FINITE, non_finite(curvature) | lost),
-                (Code.NONPOSITIVE_CURVATURE, (square < 0.0) | (grows & (curvature < 0.0))),
-                (Code.DIVERGED, grows),
-                (Code.CONVERGED, residual <= eps),
+                (Event.NON_FINITE, non_finite(curvature) | lost),
+                (Event.NONPOSITIVE_CURVATURE, (square < 0.0) | (grows & (curvature < 0.0))),
+                (Event.DIVERGED, grows),
+                (Event.CONVERGED, residual <= eps),
             )
-            grown = (status == Code.NONPOSITIVE_CURVATURE) | (status == Code.DIVERGED)
+            grown = (status == Event.NONPOSITIVE_CURVATURE) | (status == Event.DIVERGED)
             end.update(
                 status,
-                where(grown, updates_to_best, where(status == Code.BUDGET, done + 1, done)),
-                where(grown, least, where(status == Code.NON_FINITE, math.nan, residual)),
+                where(grown, updates_to_best, where(status == Event.BUDGET, done + 1, done)),
+                where(grown, least, where(status == Event.NON_FINITE, math.nan, residual)),
             )
             if possible(end.running):
                 v = where(end.running, trees.add(v, z, alpha=step), v)
-        return where((end.status == Code.NONPOSITIVE_CURVATURE) | (end.status == Code.DIVERGED), best, v), products, end
+        v = where((end.status == Event.NONPOSITIVE_CURVATURE) | (end.status == Event.DIVERGED), best, v)
+        return v, products, end
 
 
 def check_step(step: float | None) -> None:

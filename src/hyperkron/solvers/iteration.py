@@ -26,7 +26,7 @@ Read = Callable[..., Sequence[Any]]
 """From 0-dimensional tensors to numbers: floats, or tensors in float64."""
 
 
-class Code(IntEnum):
+class Event(IntEnum):
     """A :class:`Status` as a number; ``BUDGET`` while the solve is still running."""
 
     BUDGET, CONVERGED, NONPOSITIVE_CURVATURE, DIVERGED, NON_FINITE = range(5)
@@ -36,7 +36,7 @@ class IterativeSolver(Solver):
     """A solver whose one :meth:`_iterate` serves both executions."""
 
     @abstractmethod
-    def _iterate(self, system: LinearSystem, read: Read) -> tuple[Tree, int, Outcome]:
+    def _iterate(self, system: LinearSystem, read: Read) -> tuple[Tree, int, Ending]:
         """The value, the number of products and the outcome of a solve whose numbers are ``read``."""
 
     def _solve(self, system: LinearSystem) -> Solution:
@@ -46,10 +46,10 @@ class IterativeSolver(Solver):
     def _record(self, system: LinearSystem, execution: Execution) -> tuple[Tree, Pending[Solution]]:
         value, products, end = self._iterate(system, _kept)
         numbers = torch.stack([x.double() for x in (end.status, end.iterations, end.residual)])
-        return value, execution.later(numbers).then(lambda found: Outcome(*found).solution(value, products))
+        return value, execution.later(numbers).then(lambda found: Ending(*found).solution(value, products))
 
 
-class Outcome:
+class Ending:
     """Status, iterations and residual of a solve, which no longer change when it has ended."""
 
     def __init__(self, status: Any, iterations: Any, residual: Any) -> None:
@@ -58,7 +58,7 @@ class Outcome:
     @property
     def running(self) -> Any:
         """Whether the solve has not ended."""
-        return self.status == Code.BUDGET
+        return self.status == Event.BUDGET
 
     @property
     def stopped(self) -> bool:
@@ -75,7 +75,7 @@ class Outcome:
     def solution(self, value: Tree, products: int) -> Solution:
         """The solution, once all three are floats."""
         residual = self.residual if math.isfinite(self.residual) else None
-        return Solution(value, Status[Code(self.status).name], int(self.iterations), products, residual)
+        return Solution(value, Status[Event(self.status).name], int(self.iterations), products, residual)
 
 
 def where(condition: Any, a: Any, b: Any) -> Any:
@@ -92,7 +92,7 @@ def possible(condition: Any) -> bool:
 
 def first(*events: tuple[int, Any]) -> Any:
     """The first status whose condition holds; ``BUDGET`` if none does."""
-    status: Any = Code.BUDGET
+    status: Any = Event.BUDGET
     for code, condition in reversed(events):
         status = where(condition, code, status)
     return status
