@@ -157,7 +157,7 @@ def test_pictures_and_arrays(tmp_path: Path, data: Blobs) -> None:
     assert torch.equal(plain.predict(x), hk.load(tmp_path / "x").predict(x.numpy()))
 
 
-def test_a_folder_of_pictures_needs_no_labels(tmp_path: Path) -> None:
+def test_a_folder_of_pictures_needs_no_labels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     image = pytest.importorskip("PIL.Image")
     random = np.random.default_rng(0)
     for name in ("train/a", "train/b", "trusted/a", "trusted/b", "new"):
@@ -170,6 +170,8 @@ def test_a_folder_of_pictures_needs_no_labels(tmp_path: Path) -> None:
         found = hk.load(tmp_path / "run").predict(tmp_path / "new")
     assert found.shape == (8, 2) and found.isnan().any(1).tolist() == [i == 3 for i in range(8)]
     assert result.classes == ("a", "b")
+    assert main(["predict", str(tmp_path / "run"), str(tmp_path / "new"), "-o", str(tmp_path / "p.csv")]) == 0
+    assert "7 rows predicted; 1 without an answer." in capsys.readouterr().err
 
 
 def other_network() -> nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -93,6 +94,12 @@ def test_overwrite_leaves_a_run_that_is_being_written(fake: FakeCleaning, capsys
     with FolderLock(OUT):
         assert main([*CLEAN, "--overwrite"]) == 1
     assert f"{OUT} is being written by process {os.getpid()}" in capsys.readouterr().err
+    (begun := OUT.with_name("begun")).mkdir()
+    run_folder.write_json(begun / "config.json", {})
+    with FolderLock(begun):  # nor is it called interrupted
+        assert main([*CLEAN[:-1], str(begun)]) == 1
+    assert f"{begun} is being written by process {os.getpid()}" in capsys.readouterr().err
+    shutil.rmtree(begun)
     assert json.loads((OUT / "result.json").read_text())["chosen"] == "old"
     assert [path.name for path in Path("runs").iterdir()] == ["mine"]
 

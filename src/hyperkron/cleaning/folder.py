@@ -332,6 +332,8 @@ def replacing(folder: str | Path | None, overwrite: bool, say: Callable[[str], N
         yield
         return
     if not overwrite:
+        with nullcontext() if has_whole_result(out) else FolderLock(out):  # one that is still written is told as such
+            pass
         interrupted = f"a run that was interrupted; continue it with resume({str(out)!r}),"
         what = "a finished run;" if has_whole_result(out) else interrupted
         raise HyperkronError(f"out={str(out)!r} holds {what} replace it with overwrite=True, or use another folder.")

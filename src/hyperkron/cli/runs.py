@@ -12,6 +12,7 @@ from typing import Any
 
 from hyperkron.cleaning.data import NoLabelColumn, ReadOptions, RowHashes, export_rows, read_pair, row_hashes
 from hyperkron.cleaning.data.arrow import PREFIX
+from hyperkron.cleaning.data.files import several
 from hyperkron.cleaning.data.kept import csv_table
 from hyperkron.cleaning.data.sources import split_source
 from hyperkron.cleaning.data.votes import FURTHER
@@ -226,7 +227,8 @@ def predict(options: Any, given: list[str]) -> int:
     if options.json:
         say_json({"file": str(out), **about})
     elif not options.quiet:
-        say(f"{found.count} rows predicted.")
+        without = found.count - len(found.rows)
+        say(f"{several(len(found.rows), 'row')} predicted{f'; {without} without an answer' if without else ''}.")
         print(out)
     return 0
 

@@ -37,7 +37,7 @@ def test_an_image_that_cannot_be_read_among_folders_of_classes(tmp_path: Path) -
     found = FORM.read(tmp_path)
     assert found.rows.tolist() == [1, 2] and found.count == 3  # as the rows of the source are numbered
     assert found.ids == {"file": ["", "cat/b.png", "dog/c.png"]}
-    assert "1 image cannot be read" in found.messages[0]
+    assert "1 image cannot be read, so its row is left out" in found.messages[0]
 
 
 @pytest.mark.parametrize(

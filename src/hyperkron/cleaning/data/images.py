@@ -119,9 +119,9 @@ def load_images(
 
     each(decode)
     if broken:
+        which = "its row is" if len(broken) == 1 else "their rows are"
         notes.append(
-            f"{where}: {several(len(broken), 'image')} cannot be read, so the rows are left out: "
-            f"{_reasons(values, broken)}."
+            f"{where}: {several(len(broken), 'image')} cannot be read, so {which} left out: {_reasons(values, broken)}."
         )
     return pictures, np.isin(np.arange(len(values)), list(broken)), notes
 
