@@ -134,14 +134,14 @@ def tables(contest: Contest) -> str:
     return "\n\n".join(parts)
 
 
-def _numbers(rows: Rows, name: str, scale: float = 1.0) -> list[float]:
-    return [scale * row["best"][name] for row in rows if not row["failed"]]
+def _losses(rows: Rows) -> list[float]:
+    return [row["best"]["test_loss"] for row in rows if not row["failed"]]
 
 
-def _setting(line: Line, setting: Mapping[str, float]) -> str:
+def _edges(line: Line, setting: Mapping[str, float]) -> str:
+    """The values of a setting that lie at an edge of their grid."""
     grid = {name: values for name, values in line.grid.items() if name != "momentum"}
-    edge = at_edge(dict(setting), grid)
-    return ", ".join(f"{x} {setting[x]:g}" for x in grid) + (f" (edge: {', '.join(edge)})" if edge else "")
+    return ", ".join(at_edge(dict(setting), grid)) or "–"
 
 
 def _methods(contest: Contest) -> list[str]:
@@ -161,31 +161,28 @@ def _methods(contest: Contest) -> list[str]:
 
 
 def _mean(rows: Rows) -> float:
-    found = _numbers(rows, "test_loss")
+    found = _losses(rows)
     return statistics.fmean(found) if len(found) == len(rows) else float("inf")
 
 
-COLUMNS = ("test loss", "KFAC's less it", "error in %", "at step", "F1", "GPU ms a step", "seeds", "setting")
+COLUMNS = ("test loss", "KFAC's less it", "at step", "seeds", "at an edge")
 
 
 def _cells(line: Line, rows: Rows, ours: Rows) -> list[str]:
     """The cells of a line, as :data:`COLUMNS` names them; ``ours``: the runs of KFAC beside it."""
     fine = [row for row in rows if not row["failed"]]
     if not fine:
-        return ["diverged", *["–"] * 6, _setting(line, rows[0]["setting"])]
+        return ["diverged", *["–"] * 3, _edges(line, rows[0]["setting"])]
     learned = line.method not in references.KINDS
     other = line.method != "AID-KFAC" and bool(ours)
     gap = Difference.of(summary(rows)["test_loss"], summary(ours)["test_loss"]) if other else None
-    ms, unit = milliseconds(rows), 1 if learned else 10
+    unit = 1 if learned else 10
     return [
-        shown(_numbers(rows, "test_loss")),
+        shown(_losses(rows)),
         "–" if gap is None else f"{gap:.3f}".partition(" (")[0],
-        shown(_numbers(rows, "test_error", 100), 1),
         f"{statistics.median(row['best']['step'] for row in fine) / unit:.0f}",
-        f"{statistics.fmean(row['f1'] for row in fine):.3f}" if learned else "–",
-        "–" if ms is None else f"{ms:.1f}",
         f"{len(fine)}" + (f" ({len(rows) - len(fine)} diverged)" if len(fine) < len(rows) else ""),
-        _setting(line, rows[0]["setting"]),
+        _edges(line, rows[0]["setting"]),
     ]
 
 
@@ -196,10 +193,10 @@ def _betas(contest: Contest) -> list[str]:
         of = [contest.results(line, {"ema": beta}) for beta in DECAYS]
         if any(of):
             first = next(found for found in of if found)[0]["setting"]
-            steps = _setting(line, first)
-            losses = [shown(_numbers(x, "test_loss")) if x else "–" for x in of]
+            steps = _edges(line, first)
+            losses = [shown(_losses(x)) if x else "–" for x in of]
             rows.append([line.title, *losses, _seeds(of), steps, _never([row for x in of for row in x])])
-    head = ["test loss", *(f"β = {beta:g}" for beta in DECAYS), "seeds", "setting", NEVER]
+    head = ["test loss", *(f"β = {beta:g}" for beta in DECAYS), "seeds", "at an edge", NEVER]
     return [records.markdown(head, rows)] if rows else []
 
 
@@ -235,7 +232,7 @@ def _taus(contest: Contest) -> list[str]:
         of = [contest.results(line, {"refresh": float(tau)}) for line in lines]
         ms = [milliseconds(x) for x in of]
         if any(of):
-            cells = [shown(_numbers(x, "test_loss")) if x else "–" for x in of]
+            cells = [shown(_losses(x)) if x else "–" for x in of]
             never = _never([row for x in of for row in x])
             rows.append([f"{tau}", *cells, *("–" if x is None else f"{x:.1f}" for x in ms), _seeds(of), never])
     head = ["τ", *(f"{x.method}, test loss" for x in lines), *(f"{x.method}, GPU ms a step" for x in lines), "seeds"]

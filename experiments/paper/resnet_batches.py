@@ -49,7 +49,7 @@ def by_size() -> dict[int, Contest]:
 
 def table(contests: Mapping[int, Contest]) -> str:
     """KFAC and CG-3 by size of batches."""
-    columns = ("test loss", "KFAC's less it", "error in %", "at step", "visits then", "not updated then", "seeds")
+    columns = ("test loss", "KFAC's less it", "at step", "visits then", "not updated then", "seeds")
     lines = []
     for size, contest in contests.items():
         for name in ("AID-KFAC", "AID-CG-3"):

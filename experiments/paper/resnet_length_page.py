@@ -259,8 +259,8 @@ def judgement(
 
 
 COLUMNS = (
-    *("test loss", "KFAC's less it", "error in %", "at step", "visits then", "not updated then", "loss, second half"),
-    *("weights right / wrong", "ms a step", "seeds", "setting"),
+    *("test loss", "KFAC's less it", "error in %", "at step", "visits then", "not updated then"),
+    *("ms a step", "seeds", "setting"),
 )
 
 
@@ -275,8 +275,10 @@ def _arm(contest: Contest, arm: str, times: Times) -> str:
     if not names or (arm == PRINTED and not any("absolute" in x["setting"] for x in contest.done.values())):
         return ""
     order = sorted(names, key=lambda name: _mean(losses(contest.results(name, arm))))
-    rows = [{"method": name, **cells_of(contest, name, arm, times)} for name in order]
-    return records.markdown([arm, *COLUMNS], [list(row.values()) for row in rows])
+    tuned = arm == PRINTED or not contest.plan.rate
+    columns = [name for name in COLUMNS if tuned or name != "setting"]
+    cells = ((name, cells_of(contest, name, arm, times)) for name in order)
+    return records.markdown([arm, *columns], [[name, *(of[column] for column in columns)] for name, of in cells])
 
 
 def cells_of(contest: Contest, name: str, arm: str, times: Times) -> dict[str, str]:
@@ -287,7 +289,6 @@ def cells_of(contest: Contest, name: str, arm: str, times: Times) -> dict[str, s
     if not fine:
         return dict.fromkeys(COLUMNS, "–") | {"test loss": "diverged", "setting": setting}
     learned, middle = "f1" in fine[0], [visits(row) for row in fine]
-    mean = {x: statistics.fmean(row.get(x, 0.0) for row in fine) for x in ("mean_right", "mean_wrong")}
     seen = f"{statistics.fmean(x.mean for x in middle):.1f}", f"{statistics.fmean(x.never for x in middle):.0%}"
     cells = (
         shown([row["best"]["test_loss"] for row in fine]),
@@ -295,8 +296,6 @@ def cells_of(contest: Contest, name: str, arm: str, times: Times) -> dict[str, s
         shown([100 * row["best"]["test_error"] for row in fine], 1),
         f"{statistics.median(row['best']['step'] for row in fine):.0f}",
         *(seen if learned else ("–", "–")),
-        shown([second_half(row, "test_loss") for row in fine], 2),
-        f"{mean['mean_right']:.2f} / {mean['mean_wrong']:.2f}" if learned else "–",
         f"{times[name]:.0f}" if name in times else "–",
         f"{len(fine)}" + (f" ({len(rows) - len(fine)} diverged)" if len(fine) < len(rows) else ""),
         setting,

@@ -234,4 +234,4 @@ def test_tables_of_all_studies() -> None:
     text = linear_page.tables(contest)
     assert "Not run" not in text and all(f"| {name} |" in text for name in NAMES)
     assert text.count("β = ") == 4 and "| AID-CG-3, batch 128 |" in text and "| 50 |" in text
-    assert "(edge: " in text and "nan" not in text
+    assert "| at an edge |" in text and "| inner" in text and "nan" not in text
