@@ -124,6 +124,7 @@ def test_the_sdist_ships_experiments_and_tests(tmp_path: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"experiments/paper/__main__.py", "experiments/results/kfac_fallback.json", "support/resuming.py"} <= names
+    assert {"conftest.py", "tests/test_environment.py"} <= names  # the tests run there, too
 
 
 def test_import_is_light() -> None:

@@ -8,9 +8,11 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
+import sklearn.base
 import torch
 
 import hyperkron as hk
+from blobs import quicken
 from hyperkron.cleaning.models import trees
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -52,6 +54,17 @@ def test_digits_reads_other_images(tmp_path: Path) -> None:
     x, y = module.images()
     assert x.shape == (1797, 36) and float(x.max()) == 1.0 and set(y.tolist()) == set(range(10))
     assert set(module.main(steps=5, training=5)) == {"AUROC", "all", "trusted", "weighted"}
+
+
+def test_sklearn_classifier(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A short training finds most wrong labels; settings are those of scikit-learn, and classes keep their type."""
+    quicken(monkeypatch, least=80, forest=12)
+    module = load("sklearn_classifier")
+    found = module.main(rows=150, epochs=1)
+    assert found["cleaned"] > 0.8 and found["found"] > 0.8 and found["precision"] > 0.8
+    assert f"cleaned {found['cleaned']:.1%}" in capsys.readouterr().out
+    copy = sklearn.base.clone(module.CleanedClassifier(seed=3)).set_params(epochs=1)
+    assert (copy.seed, copy.epochs) == (3, 1)
 
 
 def test_unlearnable(capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,6 +128,13 @@ def check_mixture(found: list[float], name: str) -> None:
     assert found[0] == max(found) > 0.3
     lines = (EXAMPLES / f"{name}.py").read_text("utf-8").splitlines()
     assert 4 <= sum(any(f"  # {i}" in line for i in range(1, 10)) for line in lines) <= 5
+
+
+def test_domain_weights_lightning() -> None:
+    pytest.importorskip("lightning", reason="not among the packages of the tests")
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    check_mixture(load("domain_weights_lightning").main(60), "domain_weights_lightning")
 
 
 def test_domain_weights_trainer() -> None:
