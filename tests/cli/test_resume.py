@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,24 @@ def test_an_interruption_while_reading_has_nothing_to_resume(fake: FakeCleaning,
     assert main(CLEAN) == 130
     err = capsys.readouterr().err
     assert "Nothing was written" in err and "resume" not in err
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interruption_during_an_import_comes_after_it(
+    number: int, code: int, fake: FakeCleaning, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C++ code of a module may lose the exception, or abort."""
+    lost = f"import signal\ntry:\n    signal.raise_signal({number})\nexcept BaseException:\n    pass\nwhole = True\n"
+    Path("losing.py").write_text(lost)
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+
+    def importing() -> None:
+        assert import_module("losing").whole
+        time.sleep(2)
+
+    fake.before = importing
+    assert main(CLEAN) == code
+    del sys.modules["losing"]
 
 
 def test_an_interrupted_sweep_keeps_its_trials(

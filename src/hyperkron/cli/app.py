@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from hyperkron.cli import ranks
@@ -139,13 +140,32 @@ def _worded_warnings() -> Iterator[None]:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM ends the process the way Ctrl-C does, with messages and exit codes."""
+    """SIGTERM ends the process the way Ctrl-C does, with messages and exit codes; both wait for imports to end."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, _stop)}
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where it is ignored, as under nohup
+        before[signal.SIGINT] = signal.signal(signal.SIGINT, _stop)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+        if hasattr(signal, "setitimer"):
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    """End the process; during an import, whose C++ code may abort or lose the exception, look again in a moment."""
+    here = frame
+    while here is not None and here.f_code is not main.__code__:
+        if here.f_code.co_filename.startswith("<frozen importlib") and hasattr(signal, "setitimer"):
+            signal.signal(signal.SIGALRM, lambda _, later: _stop(number, later))
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            return
+        here = here.f_back
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    sys.exit(128 + number)
