@@ -158,7 +158,7 @@ class Loader(Source):
             iter(self.iterable)  # so that the workers are there already
         self._set_random(state["random"])
         if draws_seed and not self._new_workers:
-            torch.empty((), dtype=torch.int64).random_(generator=self._generators().get("own"))
+            torch.empty((), dtype=torch.int64, device="cpu").random_(generator=self._generators().get("own"))
         for _ in range(state["served"]):
             self.next()
         self._set_random({"global": now["global"], **state.get("now", {})})  # another loader may share a generator
@@ -217,14 +217,17 @@ class Examples(Source):
     def index(self) -> int:
         """The number of the next batch, in random order without repetition."""
         if not self.order:
-            self.order = torch.randperm(len(self), generator=self.generator).tolist()
+            self.order = torch.randperm(len(self), generator=self.generator, device="cpu").tolist()
         return self.order.pop()
 
     def next(self) -> tuple[Tensor, ...]:
         return self.batch(self.index())
 
     def state_dict(self) -> dict[str, Any]:
-        return {"generator": self.generator.get_state(), "order": torch.tensor(self.order, dtype=torch.int64)}
+        return {
+            "generator": self.generator.get_state(),
+            "order": torch.tensor(self.order, dtype=torch.int64, device="cpu"),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.generator.set_state(state["generator"])

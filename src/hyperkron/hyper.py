@@ -66,7 +66,7 @@ class SampleWeights(nn.Module):
         raw = {"clip": start, "softmax": 0.0}.get(squash)
         if raw is None:
             check_interval("init", start, 0, 1, brackets="()", remedy="a sigmoid lies strictly between 0 and 1")
-            raw = float(torch.logit(torch.tensor(start, dtype=torch.float64)))
+            raw = float(torch.logit(torch.tensor(start, dtype=torch.float64, device="cpu")))
         if group is not None and squash == "softmax":
             raise HyperkronError("squash='softmax' needs all examples at once; use 'sigmoid' or 'clip' with group=.")
         self.squash = squash

@@ -93,7 +93,7 @@ def dot(a: Tree, b: Tree) -> Tensor:
     """The inner product aᵀb = Σ_name Σ_i a_i·b_i, as a 0-dimensional tensor (half precision sums in float32)."""
     left, right = _paired(a, b) if a is not b else (list(a.values()),) * 2
     if not left:
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
     found = [_dot(x, y) for x, y in zip(left, right, strict=True) if not is_sharded(x)]
     if len(found) < len(left):
         pairs = [(x, y) for x, y in zip(left, right, strict=True) if is_sharded(x)]
@@ -194,7 +194,7 @@ def largest(a: Tree) -> Tensor:
     """The largest absolute entry max_i |a_i|, as a 0-dimensional tensor; not finite where any entry is NaN."""
     sharded = next((x for x in a.values() if is_sharded(x)), None)
     tensors = [x for x in (local(x) for x in a.values()) if x.numel() > 0]
-    found = torch.stack(torch._foreach_norm(tensors, float("inf"))).max() if tensors else torch.zeros(())
+    found = torch.stack(torch._foreach_norm(tensors, float("inf"))).max() if tensors else torch.zeros((), device="cpu")
     if sharded is None:
         return found
     return over_processes(found.to(sharded.device).nan_to_num(math.inf), sharded, ReduceOp.MAX)  # MAX may lose NaN

@@ -156,6 +156,17 @@ def test_the_callers_grad_mode_does_not_matter(name: str, context: Callable[[], 
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("name", ["kfac-mc/auto", "ekfac/auto", "pcg/auto", "identity/auto", "unrolled"])
+def test_the_default_device_does_not_matter(name: str) -> None:
+    """As ``torch.set_default_device`` sets it; the device "meta" has no numbers."""
+    plain, inside = Case(), Case()
+    wanted = METHODS[name](plain.model).compute(*plain.arguments())
+    with torch.device("meta"):
+        found = METHODS[name](inside.model).compute(*inside.arguments())
+    assert found.stats == wanted.stats  # the cross term in the same way, too
+    assert all(torch.equal(found.grads[key], x) for key, x in wanted.grads.items())
+
+
 @pytest.mark.parametrize("name", ["kfac-mc/auto", "cg-ggn/auto", "identity/auto", "unrolled"])
 def test_a_model_in_eval_mode_stays_in_it(name: str) -> None:
     case = Case()

@@ -50,7 +50,7 @@ class Weighted:
     @property
     def changes(self) -> Tensor:
         """c' as one vector; empty if λ only weights penalties."""
-        return torch.cat([c.reshape(-1) for c in self.parts]) if self.parts else torch.zeros(0)
+        return torch.cat([c.reshape(-1) for c in self.parts]) if self.parts else torch.zeros(0, device="cpu")
 
 
 def structure(point: Point, loss: Loss) -> str:
@@ -109,7 +109,7 @@ def _slopes(point: Point, read: Read) -> Tree:
     """The derivative in λ of the weights, summed over rows and parameters with fixed random factors."""
     generator = torch.Generator().manual_seed(0)
     weights = [*read.weights, *read.decays.values()]
-    parts = [(w * torch.randn(w.shape, generator=generator).to(w)).sum() for w in weights]
+    parts = [(w * torch.randn(w.shape, generator=generator, device="cpu").to(w)).sum() for w in weights]
     return gradient_tree(sum(parts[1:], parts[0]), point.hypers)
 
 
@@ -156,7 +156,7 @@ def disagreement(point: Point, rows: Tensor, v: Tree, changes: Tensor) -> float:
     size = float(group.norm(changes))
     noise = rounding(point) * float(trees.norm(v))
     generator = torch.Generator().manual_seed(0)
-    signs = [torch.randint(2, (len(rows),), generator=generator).to(rows) * 2 - 1 for _ in range(2)]
+    signs = [torch.randint(2, (len(rows),), generator=generator, device="cpu").to(rows) * 2 - 1 for _ in range(2)]
     gaps = []
     for r in (*([changes.to(rows) / size] if size else []), *signs):
         expected, steepness = slope_of(point, (rows * r).sum(), v, retain_graph=True)

@@ -169,7 +169,7 @@ def _numpy_memory() -> bytes | None:
 
 def reseed(stream: int, device: torch.device) -> None:
     """Set all random states to number ``stream`` of a sequence that depends on the current state of torch."""
-    seed = int(torch.randint(2**62, ())) + stream
+    seed = int(torch.randint(2**62, (), device="cpu")) + stream
     random.seed(seed)
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":

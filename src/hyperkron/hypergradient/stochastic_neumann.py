@@ -100,7 +100,7 @@ class StochasticNeumann(Hypergradient):
     def _inverse(self, point: Point, b: Tree, batches: list[Any]) -> tuple[Tree, int]:
         count = self.terms
         if self.sampled:
-            count = int(torch.randint(self.terms, (), generator=self.generator))
+            count = int(torch.randint(self.terms, (), generator=self.generator, device="cpu"))
         term, total = b, trees.zeros_like(b) if self.misscaled else b
         for batch in batches[:count]:
             point.curvature_batch = batch

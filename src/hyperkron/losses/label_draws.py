@@ -38,7 +38,7 @@ def first_to_arrive(p: Tensor, bits: Tensor) -> Tensor:
 
     u has 31 random bits; a small u, as the first class to arrive has, keeps all its digits in floating point.
     """
-    negative = torch.mul(bits.bitwise_or_(SEEDS[0]), torch.tensor(UNIT, dtype=p.dtype))
+    negative = torch.mul(bits.bitwise_or_(SEEDS[0]), torch.tensor(UNIT, dtype=p.dtype, device="cpu"))
     return negative.log1p_().div_(p[:, None]).argmax(-1)
 
 

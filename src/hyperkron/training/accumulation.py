@@ -155,7 +155,7 @@ class _Work:
     def __init__(self, function: Objective, model: nn.Module, hyper: nn.Module, parts: list[Any]) -> None:
         self.function, self.both, self.parts = function, Both(model, hyper), parts
         self.random: dict[str, Any] = random_state()
-        device = next(iter(self.named().values()), torch.zeros(())).device.type
+        device = next(iter(self.named().values()), torch.zeros((), device="cpu")).device.type
         self.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
         self.without = WithoutAutocast.entered > 0  # needed later: pieces are evaluated again in the backward pass
         self.names = [name for name, x in self.named().items() if x.requires_grad and not is_sharded(x)]
@@ -184,7 +184,7 @@ class _Work:
     def gradients(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Gradients]:
         """J and its gradient: Σ_k R_k (J_k, ∂J_k) / Σ_k R_k."""
         leaves = tuple(x.detach().requires_grad_() for x in inputs)
-        value, sums, counts = torch.zeros(()), _Sums(len(inputs)), []
+        value, sums, counts = torch.zeros((), device="cpu"), _Sums(len(inputs)), []
         with torch.enable_grad():
             for loss, count in self._losses(leaves):
                 counts.append(count)

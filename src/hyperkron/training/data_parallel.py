@@ -243,7 +243,7 @@ def _own_draws(rank: int, device: torch.device) -> Iterator[None]:
     if device.type == "cuda":
         generators.append(torch.cuda.default_generators[device.index or 0])
     before = [g.get_state() for g in generators]
-    seed = int(torch.randint(2**62, ())) + rank
+    seed = int(torch.randint(2**62, (), device="cpu")) + rank
     seeded = [g.manual_seed(seed).get_state() for g in generators]
     try:
         yield

@@ -26,7 +26,7 @@ def random_state() -> dict[str, Any]:
     version, words, gauss = random.getstate()
     found: dict[str, Any] = {
         "cpu": torch.get_rng_state(),
-        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64, device="cpu"), "gauss": gauss},
     }
     if torch.cuda.is_available():
         found.update({f"cuda:{i}": x for i, x in enumerate(torch.cuda.get_rng_state_all())})
@@ -34,7 +34,7 @@ def random_state() -> dict[str, Any]:
     if numpy is not None:
         kind, keys, position, has_gauss, cached = numpy.random.get_state()
         if kind == "MT19937":
-            words = torch.tensor(keys.tolist(), dtype=torch.int64)
+            words = torch.tensor(keys.tolist(), dtype=torch.int64, device="cpu")
             found["numpy"] = {"words": words, "position": position, "has_gauss": has_gauss, "cached": cached}
         else:
             warn_once("numpy-generator", f"numpy's global generator is a {kind}, whose state is not saved.")

@@ -365,7 +365,7 @@ def _vector(values: Sequence[Tensor | float], like: Tensor) -> Tensor:
 @lru_cache(maxsize=64)
 def _sent(values: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Numbers as a tensor on ``device``, cached because every step needs the same ones; must not be written."""
-    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+    return torch.tensor(values, dtype=dtype, device="cpu").to(device, non_blocking=True)
 
 
 def _rescued(matrices: Tensor, shift: Tensor) -> tuple[Factorization, Tensor]:

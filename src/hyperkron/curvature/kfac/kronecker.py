@@ -242,7 +242,8 @@ class Kronecker(Curvature):
             point.notes["uncalled"] = f"{', '.join(measured.uncalled)}: fallback, for their layers were not called"
         if not (measured.reached or measured.diagonal or measured.l2) and (plan.blocks or self.fallback == "diagonal"):
             raise independent("inner")
-        lowest = {name: torch.as_tensor(value).detach().min().cpu() for name, value in measured.l2.items()}
+        lowest = {n: x.detach().min().cpu() for n, x in measured.l2.items() if isinstance(x, Tensor)}
+        lowest |= {n: torch.tensor(x, device="cpu") for n, x in measured.l2.items() if n not in lowest}
         for name, value in lowest.items():
             if value + self.damping < 0:
                 raise HyperkronError(
@@ -301,11 +302,11 @@ class Kronecker(Curvature):
                 continue
             damping = measured.l2.get(name, 0.0) + self.damping
             if declared and self.fallback == "identity":
-                found[name] = torch.ones((), dtype=torch.float64) + damping
+                found[name] = torch.ones((), dtype=torch.float64, device="cpu") + damping
             elif name in measured.diagonal:
                 by_kind[isinstance(damping, float)][name] = damping
             elif name in measured.l2:  # only the penalty depends on it
-                found[name] = torch.zeros((), dtype=torch.float64) + damping
+                found[name] = torch.zeros((), dtype=torch.float64, device="cpu") + damping
         for names in by_kind.values():
             if names:
                 damped = self._damped([measured.diagonal[name] for name in names], list(names.values()))
@@ -340,7 +341,7 @@ def finite(measured: Measured, block: str | None = None) -> Tensor:
     factors: list[Factor] = [side[name] for name in names for side in (measured.a, measured.b)]
     factors += measured.diagonal.values() if block is None else []
     if not factors:
-        return torch.ones((), dtype=torch.bool)
+        return torch.ones((), dtype=torch.bool, device="cpu")
     by_dtype: dict[torch.dtype, list[Tensor]] = {}  # one launch for each
     for factor in factors:
         by_dtype.setdefault(stored(factor).dtype, []).append(stored(factor))

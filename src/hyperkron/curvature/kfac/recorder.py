@@ -76,7 +76,9 @@ class Recorder:
         layers = [*(m for m, _ in plan.feeds), *(m for m, _ in plan.diagonal)]
         sharded = any(is_sharded(p) for module in layers for p in module._parameters.values())
         self.copies = sharded or how.owners is not None  # in the place of θ, where processes share it or the batch
-        self.tokens = [torch.zeros((), requires_grad=True) for _ in range(2)]  # the second for calls with single rows
+        self.tokens = [
+            torch.zeros((), requires_grad=True, device="cpu") for _ in range(2)
+        ]  # the second for calls with single rows
         self.batch_size = 1
         self.lengths: dict[str, int] = {}  # first dimension of each layer's input
         self.sequences: dict[str, int] = {}  # the same, for inputs with several rows for each index there

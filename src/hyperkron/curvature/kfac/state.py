@@ -64,7 +64,7 @@ class KroneckerState(CurvatureState):
         self.part = ""  # which part of the blocks this process has, such as "0 of 2"; "" for all
         self._reused = False  # whether later calls need them
         self._collected: dict[str, Any] | None = None
-        self._like = torch.zeros(())  # a factor's dtype and device
+        self._like = torch.zeros((), device="cpu")  # a factor's dtype and device
         self._planned: tuple[nn.Module, list[Tensor], Plan] | None = None
 
     def stats(self) -> dict[str, float | int | str]:
@@ -358,7 +358,7 @@ class KroneckerOperator(Invertible):
         numbers = {n: d for n, d in own.items() if n not in shaped}
         if self._uncovered_damping:
             missing = v.keys() - found.keys() - self.diagonal.keys()
-            numbers |= {n: torch.tensor(self._uncovered_damping, dtype=torch.float64) for n in missing}
+            numbers |= {n: torch.tensor(self._uncovered_damping, dtype=torch.float64, device="cpu") for n in missing}
         for diagonal in (shaped, numbers):  # separately, because only tensors of the same shape share a launch
             if diagonal:
                 found.update(zip(diagonal, on_diagonal([v[n] for n in diagonal], list(diagonal.values())), strict=True))
