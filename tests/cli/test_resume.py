@@ -155,6 +155,7 @@ def test_an_interruption_during_an_import_comes_after_it(
     fake.before = importing
     assert main(CLEAN) == code
     del sys.modules["losing"]
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
 
 
 def test_an_interrupted_sweep_keeps_its_trials(

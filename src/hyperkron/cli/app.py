@@ -158,10 +158,13 @@ def _terminable() -> Iterator[None]:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    """End the process; during an import, whose C++ code may abort or lose the exception, look again in a moment."""
-    here = frame
+    """End the process; during an import, whose C++ code may abort or lose the exception, look again in a moment.
+
+    A second signal does not wait.
+    """
+    here = frame if hasattr(signal, "setitimer") and not signal.getitimer(signal.ITIMER_REAL)[0] else None
     while here is not None and here.f_code is not main.__code__:
-        if here.f_code.co_filename.startswith("<frozen importlib") and hasattr(signal, "setitimer"):
+        if here.f_code.co_filename.startswith("<frozen importlib"):
             signal.signal(signal.SIGALRM, lambda _, later: _stop(number, later))
             signal.setitimer(signal.ITIMER_REAL, 0.05)
             return
