@@ -65,6 +65,8 @@ def explained(objective: str, argument: str, batch: Any) -> Iterator[None]:
     """An objective that fails on no batch at all, or on a whole dataset, says what it should have been given."""
     try:
         yield
+    except HyperkronError:
+        raise
     except (TypeError, ValueError) as error:
         if batch is None:
             raise HyperkronError(
