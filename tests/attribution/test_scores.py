@@ -164,6 +164,12 @@ def test_scores_that_are_not_finite_name_the_row(way, stored, tmp_path):
     given = {"method": hk.identity(), "batch_size": 4, "out": tmp_path if stored else None}
     with pytest.raises(hk.HyperkronError, match="the scores of row 7 of train are not finite"):
         hk.attribute(loss, model, (x, y), queries, **given, way=way)
+    with pytest.raises(hk.HyperkronError, match="the gradient of row 7 of train is not finite"):
+        hk.attribution.self_influence(loss, model, (x, y), method=hk.identity())
+    with pytest.raises(hk.HyperkronError, match="the gradient of row 7 of queries is not finite"):
+        hk.attribute(loss, model, queries, (x, y), method=hk.identity(), way=way)
+    with pytest.raises(hk.HyperkronError, match="the gradient of queries is not finite"):
+        hk.attribute(loss, model, queries, (x, y), method=hk.identity(), way=way, aggregate=True)
 
 
 def test_the_training_set_is_measured_as_a_whole():

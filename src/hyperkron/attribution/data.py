@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +15,7 @@ from hyperkron.batch_tensors import map_tensors
 from hyperkron.evaluation.point import Level, Point
 from hyperkron.problem import rows, shares
 from hyperkron.solution import HyperkronError, NonFiniteError
-from hyperkron.trees import widened
+from hyperkron.trees import Tree, is_finite, unstacked, widened
 
 COMPARED = 16
 """Examples in the first batch, on which gradients are compared; losses on as many from all over the set."""
@@ -130,11 +131,30 @@ def weighed(pieces: Iterable[tuple[Tensor, tuple[float, ...]]]) -> Tensor:
 def finite(scores: Tensor, first: int = 0) -> Tensor:
     """``scores`` (queries, examples) from row ``first`` of the training examples on, refused if they are not finite."""
     if not bool((fine := scores.sum(0).isfinite()).all()):
-        raise NonFiniteError(
-            f"the scores of row {first + int(fine.logical_not().nonzero()[0])} of train are not finite; look for "
-            "extreme values in it, and for infinite derivatives in the loss or the model, such as that of sqrt at 0."
-        )
+        raise _not_finite(f"the scores of row {first + int(fine.logical_not().nonzero()[0])} of train are")
     return scores
+
+
+@contextmanager
+def named_rows(name: str, first: int | None, gradients: Tree) -> Iterator[None]:
+    """Where a solve for stacked ``gradients`` refuses them, say which row of the argument ``name`` is not finite.
+
+    ``first`` is the row of the first of them, or ``None`` for the mean over all rows.
+    """
+    try:
+        yield
+    except NonFiniteError as error:
+        bad = next((i for i, one in enumerate(unstacked(gradients)) if not is_finite(one)), None)
+        if bad is None:
+            raise
+        raise _not_finite(f"the gradient of {'' if first is None else f'row {first + bad} of '}{name} is") from error
+
+
+def _not_finite(what: str) -> NonFiniteError:
+    return NonFiniteError(
+        f"{what} not finite; look for extreme values there, and for infinite derivatives in the loss or the model, "
+        "such as that of sqrt at 0."
+    )
 
 
 def _tensors(given: Any) -> list[Tensor]:

@@ -21,7 +21,7 @@ from hyperkron.attribution.checks import (
     warn_of_reduced,
     warn_of_status,
 )
-from hyperkron.attribution.data import COMPARED, ExampleRows, Parts, batch_shares, finite, weighed
+from hyperkron.attribution.data import COMPARED, ExampleRows, Parts, batch_shares, finite, named_rows, weighed
 from hyperkron.attribution.eigenbasis import EigenCoordinates, usable
 from hyperkron.attribution.example_losses import without_penalties
 from hyperkron.attribution.forward_products import ForwardProducts
@@ -194,7 +194,8 @@ class Task:
             inverse, layers = self.method.inverse(point), layers_of(point)
             for start, stop in tqdm(parts.spans, disable=not progress, unit="batch", dynamic_ncols=True):
                 gradients, layers, counted = self._gradients(point, layers, start, stop)
-                solution = inverse(gradients)
+                with named_rows("train", start, gradients):
+                    solution = inverse(gradients)
                 statuses.add(solution.status)
                 dots = [(solution.value[name] * g).reshape(len(g), -1).sum(1) for name, g in gradients.items()]
                 found.append(torch.stack(dots).sum(0))
@@ -231,9 +232,12 @@ class Task:
         told: list[Solution] = []
 
         def solved() -> Iterator[Tree]:
+            first = 0
             for gradients in self.query_gradients(point, aggregate, progress, coordinates):
-                found, rest = coordinates.split(gradients)
-                solution = inverse(rest)
+                with named_rows("queries", None if aggregate else first, gradients):
+                    found, rest = coordinates.split(gradients)
+                    solution = inverse(rest)
+                first += len(next(iter(gradients.values())))
                 told.append(replace(solution, value={}))
                 values = [found | solution.value]
                 del gradients, found, rest, solution  # what is yielded is held nowhere else
