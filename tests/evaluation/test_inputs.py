@@ -181,3 +181,17 @@ def test_scripted_models_are_refused_by_name(nested: bool) -> None:
     case.model = nn.Sequential(scripted) if nested else scripted
     with pytest.raises(hk.HyperkronError, match=r"torch.jit.script or torch.jit.trace.*pass the module it was made of"):
         hk.cg(3, 0.1).compute(*case.arguments)
+
+
+@pytest.mark.parametrize("outside", ["batch", "closure"])
+def test_a_graph_made_outside_the_inner_loss_is_named(outside: str) -> None:
+    model, hyper, x = nn.Linear(3, 2), hk.as_hyper(torch.tensor(0.5)), torch.randn(4, 3)
+    scaled = x * hyper()
+    problem = hk.BilevelProblem(
+        lambda m, h, b: hk.losses.mse(m(b if outside == "batch" else scaled), torch.zeros(4, 2)),
+        lambda m, h, b: m(x).square().mean(),
+    )
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(hk.HyperkronError, match="computed from hyper or model before the call"):
+        hk.cg(2, 1.0, cross="difference").compute(problem, model, hyper, scaled, None)
+    assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())

@@ -121,10 +121,15 @@ class Point:
             self._stack.enter_context(torch.autocast(self.device.type, enabled=False))
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         with self._stack:
             if kind is None:
                 self.settle()
+        if isinstance(error, RuntimeError) and "through the graph a second time" in str(error):
+            raise HyperkronError(
+                "inner or outer uses a tensor that was computed from hyper or model before the call, perhaps in a "
+                "batch; compute it inside, because every evaluation needs its graph again, or detach() it."
+            ) from error
 
     def inner(self, batch: Any = None, *, differentiable: bool = False) -> Loss:
         """J_in at this point; ``differentiable`` asks for kernels that can be differentiated twice."""
