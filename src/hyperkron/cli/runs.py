@@ -227,8 +227,9 @@ def predict(options: Any, given: list[str]) -> int:
     if options.json:
         say_json({"file": str(out), **about})
     elif not options.quiet:
-        without = found.count - len(found.rows)
-        say(f"{several(len(found.rows), 'row')} predicted{f'; {without} without an answer' if without else ''}.")
+        without = sum(line["label"] is None for line in lines)
+        said = f"; {without} without an answer" if without else ""
+        say(f"{several(found.count - without, 'row')} predicted{said}.")
         print(out)
     return 0
 
