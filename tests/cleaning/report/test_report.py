@@ -154,7 +154,9 @@ def test_the_test_accuracy_has_its_interval(tmp_path: Path, report: _Reader) -> 
     winner = {"name": "hyperkron", "accuracy": 0.9, "low": 0.8, "high": 0.95, "rows": 60, "test_accuracy": 0.9}
     text = read(write_report(write_run_folder(tmp_path, candidates=[winner], per_class=per_class))).text
     assert "test set 82.6 % to 94.5 % 95 % interval; 90.0 % of 100 rows, never used for choosing" in text  # Wilson's
-    assert "Test accuracy: on 100 rows" in text
+    assert "Test accuracy: on 100 rows" in text and "Accuracy: on trusted rows, each class counted as often" in text
+    blind = read(write_report(write_run_folder(tmp_path, candidates=[winner | {"rows": 0}], per_class=per_class))).text
+    assert "each class counted as often" not in blind
 
 
 def test_the_reason_for_an_alternative_and_for_none(tmp_path: Path) -> None:
