@@ -94,7 +94,8 @@ def first(*events: tuple[int, Any]) -> Any:
     """The first status whose condition holds; ``BUDGET`` if none does."""
     status: Any = Event.BUDGET
     for code, condition in reversed(events):
-        status = where(condition, code, status)
+        if condition is not False:
+            status = where(condition, code, status)
     return status
 
 
