@@ -301,7 +301,15 @@ def main() -> None:
             for line in verdicts(part, before):
                 print("  " + " | ".join(line))
     f = figures(runs, before)
-    print(f["below"], f["switches"], f["precision_lower"], f["optimism_ours"], f["optimism_chosen"], sep="\n")
+    below = (
+        f"{name} with {n} per class ({c['out']:.1%} against {c['score']:.1%}, {c['best']})"
+        for (name, n), c in f["below"].items()
+    )
+    print(f"\nbelow the best rival by more than the interval: {'; '.join(below) or 'none'}")
+    for who, key in (("our model", "optimism_ours"), ("the delivered model", "optimism_chosen")):
+        print("held-out minus test accuracy of {}: {:+.2f} ± {:.2f} points".format(who, *f[key]))
+    for name, seed, n, change in f["precision_lower"]:
+        print(f"average precision lower than before: {name}, seed {seed}, {n} per class: {change:+.3f}")
     for r in failed:
         print("failed:", r["dataset"], r["seed"], r["per_class"], r["failure"])
 

@@ -227,3 +227,15 @@ def test_the_pages_are_up_to_date() -> None:
     told = (records.ROOT / "docs" / "cleaning-results.md").read_text("utf-8")
     runs, before, _ = page.measured()
     assert "\n".join(page.short(runs)) in told and "\n".join(page.promises(runs, before)) in told
+
+
+def test_the_summary_of_a_file_is_in_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(page.RUNS.read_text("utf-8").splitlines(keepends=True)[:12]), "utf-8")
+    monkeypatch.setattr("sys.argv", ["trust_summary", str(few)])
+    trust_summary.main()
+    printed = capsys.readouterr().out
+    assert "all: 12 runs" in printed and "below the best rival by more than the interval: " in printed
+    assert not set("{}[]") & set(printed)
