@@ -123,6 +123,19 @@ def test_an_evaluation_sees_copies_of_buffers_of_any_kind(values: Tensor) -> Non
     assert repr(copy) == repr(values)  # which also tells -0 from 0
 
 
+@pytest.mark.parametrize("before", [False, True], ids=["its first", "another"])
+def test_a_buffer_that_an_evaluation_registers_is_taken_away(before: bool) -> None:
+    model = nn.Linear(D, C)
+    if before:
+        model.register_buffer("kept", torch.ones(2), persistent=False)
+    hook = model.register_forward_pre_hook(lambda module, _: module.register_buffer("new", torch.ones(1), False))
+    with make(model) as point:
+        point.inner()
+        assert "new" in model._buffers
+    hook.remove()
+    assert list(model._buffers) == ["kept"] * before and model._non_persistent_buffers_set == set(model._buffers)
+
+
 def test_a_buffer_that_modules_share_stays_shared() -> None:
     model = nn.Sequential(Counting(), Counting())
     model[1].calls = model[0].calls

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hyperkron.kernels.graphs import GeneratorCopies, Recording, memory_key
+from hyperkron.kernels.graphs import GeneratorCopies, Recording, memory_key, modules_of
 
 
 class _Generator:
@@ -126,3 +126,12 @@ def test_a_replaced_part_and_a_new_hook_are_noticed() -> None:
     replaced = memory_key(model)
     model[1].register_forward_hook(lambda *_: None)
     assert before != replaced != memory_key(model)
+
+
+def test_the_modules_of_several_roots_are_those_of_torch_each_once() -> None:
+    shared = nn.Linear(2, 2)
+    model = nn.Sequential(nn.ModuleList([shared, nn.ReLU()]), nn.TransformerEncoderLayer(4, 2, 4), shared)
+    model.register_module("absent", None)
+    hyper = nn.Sequential(shared, nn.Tanh())
+    assert modules_of(model) == list(model.modules())
+    assert modules_of(model, hyper) == list(dict.fromkeys([*model.modules(), *hyper.modules()]))

@@ -23,6 +23,7 @@ from hyperkron.evaluation.inputs import explained
 from hyperkron.evaluation.point import Point, placed
 from hyperkron.hypergradient.implicit import outer_gradients
 from hyperkron.kernels.checkpoints import differentiable_checkpoints
+from hyperkron.kernels.graphs import modules_of
 from hyperkron.kernels.selection import WithoutAutocast
 from hyperkron.losses import as_loss
 from hyperkron.solution import HypergradientResult, HyperkronError
@@ -71,7 +72,7 @@ def elsewhere(state: State, theta: Tree, hyper: Tree) -> Iterator[None]:
 @contextmanager
 def kept_buffers(state: State) -> Iterator[None]:
     """After the block the buffers of model and hyper are what they were: the same tensors with the same values."""
-    own = [(m, m._buffers.copy()) for m in (*state.model.modules(), *state.hyper.modules())]
+    own = [(m, m._buffers.copy()) for m in modules_of(state.model, state.hyper)]
     kept = [(b, b.detach().clone()) for _, buffers in own for b in buffers.values() if b is not None]
     try:
         yield

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hyperkron.kernels.graphs import switches
+from hyperkron.kernels.graphs import modules_of, switches
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import warn_once
 
@@ -126,9 +126,9 @@ def code_of(function: Any) -> object:
 
 def inner_key(problem: BilevelProblem, model: nn.Module, hyper: nn.Module) -> Hashable:
     """A key that distinguishes inner losses: the function, and the properties of θ and λ that affect its structure."""
-    names, dtypes = tuple(name for name, _ in hyper.named_parameters()), {p.dtype for p in model.parameters()}
-    switched = switches((*model.modules(), *hyper.modules()))
-    return function_key(problem.inner), type(model), switched, frozenset(dtypes), type(hyper), names
+    names, parts = tuple(name for name, _ in hyper.named_parameters()), modules_of(model, hyper)
+    dtypes = frozenset(p.dtype for part in parts for p in part._parameters.values() if p is not None)
+    return function_key(problem.inner), type(model), switches(parts), dtypes, type(hyper), names
 
 
 def _held(cell: types.CellType) -> tuple[Any, ...]:

@@ -26,7 +26,7 @@ from hyperkron.evaluation.passes import Pass, Passes
 from hyperkron.evaluation.snapshot import Snapshot, reseed
 from hyperkron.kernels.checkpoints import differentiable_checkpoints
 from hyperkron.kernels.execution import Execution
-from hyperkron.kernels.graphs import GeneratorCopies
+from hyperkron.kernels.graphs import GeneratorCopies, modules_of
 from hyperkron.kernels.selection import LayoutError, WithoutAutocast, evaluate, small, twice_differentiable
 from hyperkron.losses import Loss, as_loss
 from hyperkron.problem import BilevelProblem, Both, check_problem
@@ -361,12 +361,13 @@ def trainable(module: nn.Module, argument: str) -> Tree:
     for name, p in named.items():
         if nn.parameter.is_lazy(p):
             raise HyperkronError(f"{argument} parameter {name} has no shape yet; call {argument} once on some data.")
-    for name, x in itertools.chain(named.items(), module.named_buffers()):
-        if x.is_inference():
-            raise HyperkronError(
-                f"{argument} parameter or buffer {name} was made in torch.inference_mode(), so it has no gradients; "
-                f"make {argument} outside, or use copy.deepcopy({argument}) outside."
-            )
+    buffers = (x for part in modules_of(module) for x in part._buffers.values() if x is not None)
+    if any(x.is_inference() for x in itertools.chain(named.values(), buffers)):
+        name = next(n for n, x in itertools.chain(named.items(), module.named_buffers()) if x.is_inference())
+        raise HyperkronError(
+            f"{argument} parameter or buffer {name} was made in torch.inference_mode(), so it has no gradients; "
+            f"make {argument} outside, or use copy.deepcopy({argument}) outside."
+        )
     found: Tree = {name: p for name, p in named.items() if p.requires_grad}
     if not named:
         raise HyperkronError(f"{argument} ({type(module).__name__}) has no parameters; give it an nn.Parameter.")

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hyperkron.kernels.graphs import GeneratorCopies
+from hyperkron.kernels.graphs import GeneratorCopies, modules_of
 from hyperkron.solution import HyperkronError, warn_once
 
 
@@ -28,7 +28,7 @@ class Snapshot:
     def __init__(
         self, model: nn.Module, hyper: nn.Module, device: torch.device, generator_copies: GeneratorCopies | None = None
     ) -> None:
-        modules = [*model.modules(), *hyper.modules()]
+        modules = modules_of(model, hyper)
         if any(isinstance(m, torch.jit.ScriptModule) for m in modules):
             raise HyperkronError(
                 "model or hyper has a part made by torch.jit.script or torch.jit.trace, whose layers cannot be looked "
@@ -37,7 +37,8 @@ class Snapshot:
         self.training = [(m, m.training) for m in modules]
         self.flags = [(p, p.requires_grad) for m in modules for p in m._parameters.values() if p is not None]
         self.grads = [(p, p.grad, -1 if p.grad is None else p.grad._version) for p, _ in self.flags if p.is_leaf]
-        self.buffers = [(m, m._buffers.copy(), m._non_persistent_buffers_set.copy()) for m in modules]
+        self.buffers = [(m, m._buffers.copy(), m._non_persistent_buffers_set.copy()) for m in modules if m._buffers]
+        self.without_buffers = [m for m in modules if not m._buffers]
         by_dtype: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}
         for _, own, _ in self.buffers:
             for buffer in own.values():
@@ -86,11 +87,11 @@ class Snapshot:
         """Restore everything, when the ``with`` block of the point ends."""
         self.rewind_random()
         self._rewind_modes()
-        for module, own, unsaved in self.buffers:
-            if own or module._buffers:
-                module._buffers.clear()
-                module._buffers.update(own)
-                module._non_persistent_buffers_set = unsaved
+        added: list[Any] = [(m, {}, set()) for m in self.without_buffers if m._buffers]
+        for module, own, unsaved in (*self.buffers, *added):
+            module._buffers.clear()
+            module._buffers.update(own)
+            module._non_persistent_buffers_set = unsaved
         for embedding in self.sparse:
             embedding.sparse = True
         for p, own_values in self.weights:

@@ -229,9 +229,9 @@ class Implicit(Hypergradient):
         Models are compared by their modules, because ``fully_shard`` replaces parameters; losses by their code, because
         they may be defined again in every call.
         """
-        modules = list(model.modules()) if isinstance(model, nn.Module) else []
-        known = [reference() for reference in self.state.modules]
-        same = len(known) == len(modules) and all(x is m for x, m in zip(known, modules, strict=True))
+        modules = graphs.modules_of(model) if isinstance(model, nn.Module) else []
+        known = self.state.modules
+        same = len(known) == len(modules) and all(x() is m for x, m in zip(known, modules, strict=True))
         inner = code_of(getattr(problem, "inner", None))
         changes = 0 if self.state.inner in (None, inner) else self.state.changes + 1
         if (known and not same) or changes:

@@ -25,6 +25,7 @@ from torch.nn.utils.parametrizations import _WeightNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
+from hyperkron.kernels.graphs import modules_of
 from hyperkron.kernels.second_order import batch_norm, convolution, plain
 from hyperkron.trees import HALF_TYPES
 
@@ -147,7 +148,7 @@ def chosen(
     if device.type != "cuda" or (not (differentiable or recording) and small(model, device, size)):
         return None
     kinds = (nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm)
-    if not any(isinstance(module, kinds) for module in model.modules()):
+    if not any(isinstance(module, kinds) for module in modules_of(model)):
         return None
     return Kernels(second_order=differentiable, channels_last=model not in _CONTIGUOUS_ONLY, always=recording)
 
@@ -249,7 +250,7 @@ def _has_weight_norm(model: nn.Module) -> bool:
     return any(
         isinstance(module, _WeightNorm)
         or any(isinstance(hook, WeightNorm) for hook in module._forward_pre_hooks.values())
-        for module in model.modules()
+        for module in modules_of(model)
     )
 
 
