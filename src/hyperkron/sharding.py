@@ -6,6 +6,7 @@ Such a tensor is a ``DTensor`` placed as ``Shard(0)``: process r of R holds rows
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from typing import Any
 
 import torch.distributed as dist
@@ -25,6 +26,11 @@ def is_sharded(x: Any) -> bool:
         return False
     module = sys.modules.get("torch.distributed.tensor")  # importing it takes seconds
     return module is not None and isinstance(x, module.DTensor)
+
+
+def any_sharded(xs: Collection[Any]) -> bool:
+    """Whether any of ``xs`` is sharded."""
+    return not {Tensor, Parameter}.issuperset(map(type, xs)) and any(map(is_sharded, xs))
 
 
 def local(x: Any) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from hyperkron.sharding import is_sharded, local, over_processes, sharded_like, with_rows
+from hyperkron.sharding import any_sharded, is_sharded, local, over_processes, sharded_like, with_rows
 
 Tree = dict[str, Tensor]
 """A vector made of named tensors."""
@@ -73,9 +73,9 @@ def _times(tensors: list[Tensor], c: float | Tensor) -> list[Tensor]:
 
 def _each(function: Callable[..., Sequence[Tensor]], *columns: list[Tensor]) -> list[Tensor]:
     """``function`` of lists of tensors; those that are sharded apart, by their rows here."""
-    sharded = [i for i, x in enumerate(columns[0]) if is_sharded(x)]
-    if not sharded:
+    if not any_sharded(columns[0]):
         return list(function(*columns))
+    sharded = [i for i, x in enumerate(columns[0]) if is_sharded(x)]
     found = dict.fromkeys(range(len(columns[0])), columns[0][0])
     plain = [i for i in found if i not in sharded]
     if plain:

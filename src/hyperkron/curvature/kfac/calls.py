@@ -51,12 +51,12 @@ class Calls:
     ) -> Tensor:
         """The ``output`` of the registered call on ``x``, with ``receive`` called on its gradient."""
         if x.requires_grad:
-            self._starts.append(get_gradient_edge(x).node)
+            self._starts.append(_node(x))
         return self._ended(name, output, token, receive)
 
     def _ended(self, name: str, output: Tensor, token: Tensor | None, receive: Callable[[Tensor], None]) -> Tensor:
         found: Tensor = Tap.apply(output, token, receive)
-        self._ends[name, self._numbers[name]] = get_gradient_edge(found).node
+        self._ends[name, self._numbers[name]] = _node(found)
         return found
 
     def aside(self, outputs: list[Tensor]) -> set[CallId]:
@@ -87,8 +87,12 @@ class Calls:
         self._ends.clear()
 
 
+def _node(x: Tensor) -> Node:
+    return x.grad_fn or get_gradient_edge(x).node  # the latter for leaves alone, because it takes longer
+
+
 def _nodes(tensors: list[Tensor]) -> list[Node]:
-    return [get_gradient_edge(x).node for x in tensors if x.requires_grad]
+    return [_node(x) for x in tensors if x.requires_grad]
 
 
 def _leaves(nodes: Iterable[Node]) -> set[int]:

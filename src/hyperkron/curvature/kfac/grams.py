@@ -205,9 +205,9 @@ class InputGrams:
         shareable = layer.same_rows is not None and block.weight is not None
         if shareable and key in self._grams:
             return self._grams[key]
-        made = self._without_rows(block, x.detach(), rows, sharing)
+        y, scale = x.detach(), None
+        made = self._without_rows(block, y, rows, sharing)
         if made is None:
-            y, scale = x.detach(), None
             if layer.homogeneous:
                 y, scale = self.narrowed(y, rows, layer.d_in, sharing)
             made = summed(layer.inputs(y, sharing), self.dtype, block, self.low_rank, scale)

@@ -28,7 +28,7 @@ from hyperkron.curvature.kfac.measured import Measured, Measurement
 from hyperkron.curvature.kfac.owners import Deliveries
 from hyperkron.curvature.kfac.taps import no_grad_no_autocast, with_last
 from hyperkron.losses import BatchPlace, Loss
-from hyperkron.sharding import is_sharded
+from hyperkron.sharding import any_sharded
 from hyperkron.solution import HyperkronError
 from hyperkron.trees import HALF_TYPES, Tree
 
@@ -74,7 +74,7 @@ class Recorder:
         self.plan, self.how, self.basis, self.owners = plan, how, how.basis, how.owners
         self.like, self.dtype = like, like.dtype  # dtype and device of the factors
         layers = [*(m for m, _ in plan.feeds), *(m for m, _ in plan.diagonal)]
-        sharded = any(is_sharded(p) for module in layers for p in module._parameters.values())
+        sharded = any_sharded([p for module in layers for p in module._parameters.values() if p is not None])
         self.copies = sharded or how.owners is not None  # in the place of θ, where processes share it or the batch
         self.tokens = [
             torch.zeros((), requires_grad=True, device="cpu") for _ in range(2)
@@ -109,7 +109,7 @@ class Recorder:
         with ExitStack() as stack:
             stack.callback(self.inputs.forget)
             for module, hook in hooks:
-                stack.enter_context(module.register_forward_hook(hook, with_kwargs=True, prepend=True))
+                stack.callback(module.register_forward_hook(hook, with_kwargs=True, prepend=True).remove)
             yield
 
     def _on_block(self, block: Block, module: nn.Module, given: tuple[Any, ...], named: Any, output: Tensor) -> Tensor:
@@ -119,10 +119,11 @@ class Recorder:
         if not measured:
             return output
         x: Tensor = given[0] if given else next(iter(named.values()))
-        self.batch_size = max(self.batch_size, x.shape[0] if x.dim() > 1 else 1)
-        self.lengths[block.name] = len(x) if x.dim() else 1
-        if block.layer.tokens and x.dim() > 2 and len(x) > 1:
-            self.sequences[block.name] = len(x)
+        dims, length = x.dim(), x.shape[0] if x.dim() else 1
+        self.batch_size = max(self.batch_size, length if dims > 1 else 1)
+        self.lengths[block.name] = length
+        if block.layer.tokens and dims > 2 and length > 1:
+            self.sequences[block.name] = length
         self.calls[block.name] = self.calls.get(block.name, 0) + 1
         call = self._begin_call(block, x, output)
         call.input = x.detach() if self.keeps else None

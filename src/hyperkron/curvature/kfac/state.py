@@ -20,7 +20,7 @@ from hyperkron.curvature.kfac.measured import Measured
 from hyperkron.curvature.kfac.owners import Owners
 from hyperkron.evaluation.point import Point
 from hyperkron.kernels.execution import Pending
-from hyperkron.sharding import is_sharded, local, place_of, sharded_like, with_rows
+from hyperkron.sharding import any_sharded, is_sharded, local, place_of, sharded_like, with_rows
 from hyperkron.solution import HyperkronError, Status
 from hyperkron.trees import Tree
 
@@ -339,7 +339,7 @@ class KroneckerOperator(Invertible):
         by: Callable[[Tensor, Tensor], Tensor],
         on_diagonal: Callable[[list[Tensor], list[Tensor]], Sequence[Tensor]],
     ) -> Tree:
-        given, owners = v, self._state.owners
+        given, owners, sharded = v, self._state.owners, any_sharded(v.values())
 
         def on_own(tree: Tree) -> Tree:
             """The result for the blocks whose parameters are in ``tree``."""
@@ -351,9 +351,10 @@ class KroneckerOperator(Invertible):
             matrices |= {name: by(matrices[name], e) for name, e in scales.items()}
             return {n: x for name, matrix in matrices.items() for n, x in blocks[name].part(matrix, tree).items()}
 
-        v = trees.widened({name: local(x) if is_sharded(x) else x for name, x in v.items()})  # one process has all rows
+        v = {name: local(x) if is_sharded(x) else x for name, x in v.items()} if sharded else v
+        v = trees.widened(v)  # one process has all rows
         found = on_own(v) if owners is None else owners.applied(list(self.blocks), given, on_own)
-        own = own_rows_of(self.diagonal, given)
+        own = own_rows_of(self.diagonal, given) if sharded else self.diagonal
         shaped = {n: d for n, d in own.items() if d.shape == v[n].shape and d.device == v[n].device}
         numbers = {n: d for n, d in own.items() if n not in shaped}
         if self._uncovered_damping:
@@ -366,7 +367,7 @@ class KroneckerOperator(Invertible):
             found[name] = torch.zeros_like(v[name])
         # contiguous, because views would keep a whole stack of blocks in memory
         made = {name: found[name].to(x.dtype).contiguous() for name, x in given.items()}
-        return made | {name: with_rows(made[name], x) for name, x in given.items() if is_sharded(x)}
+        return {n: with_rows(made[n], x) if is_sharded(x) else made[n] for n, x in given.items()} if sharded else made
 
 
 def _no_overlap(b: Tree) -> bool:
