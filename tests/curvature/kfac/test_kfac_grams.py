@@ -123,12 +123,12 @@ def test_factors_have_the_accuracy_of_tf32(device: str, low_rank: bool, monkeypa
 
 def test_a_border_is_as_large_as_its_matrix() -> None:
     """Else a small matrix would be scaled by its border, and lose its bits where numbers are kept in float16."""
-    stack = torch.zeros(3, 5, 5)
-    stack[:2, :3, :3] = 1e-12 * torch.eye(3) * torch.tensor([1.0, 2.0])[:, None, None]
-    stack[2] = torch.eye(5)
-    systems: Any = SimpleNamespace(extra={0: 2, 1: 0}, begin={0: 0, 1: 2}, groups={0: 2, 1: 1})
-    inverse._Systems._border(systems, stack, [0, 1])
-    wanted = torch.eye(5) * torch.tensor([1e-12, 2e-12, 1.0])[:, None, None]
+    scales = torch.tensor([1e-12, 2e-12, 3e-12, 1.0, 4e-12])[:, None, None]
+    stack = torch.eye(5) * scales
+    stack[[0, 1, 2], 3:] = stack[4, 4:] = 0.0
+    systems: Any = SimpleNamespace(extra=[9, 2, 2, 0, 1], begin=[0, 9, 11, 12, 13], groups=[9, 2, 1, 1, 1])
+    inverse._Systems._border(systems, stack, [1, 2, 3, 4])
+    wanted = torch.eye(5) * scales
     torch.testing.assert_close(stack, wanted, rtol=0, atol=0)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -34,7 +35,7 @@ class Row:
     curvature: str
     reason: str
 
-    @property
+    @cached_property
     def count(self) -> int:
         """How many numbers the parameter holds."""
         return math.prod(self.shape)
@@ -102,7 +103,7 @@ class Block:
     weight: str | None
     bias: str | None
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """The parameters in this block."""
         return tuple(name for name in (self.weight, self.bias) if name is not None)

@@ -10,6 +10,7 @@ Martens & Grosse (2015) split δ as δ_A = π√δ, δ_B = √δ/π with π = �
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -202,12 +203,7 @@ class _Systems:
             by_size.setdefault((m.shape[-1] + self.extra[i], i if alone[i] else -1), []).append(i)
         self.members = list(by_size.values())
         self.stacks: list[Tensor | None] = [
-            matrices[members[0]]
-            if alone[members[0]]
-            else torch.cat(
-                [F.pad(matrices[i], (0, self.extra[i]) * 2) if self.extra[i] else matrices[i] for i in members]
-            )
-            for members in self.members
+            matrices[members[0]] if alone[members[0]] else self._stacked(matrices, members) for members in self.members
         ]
         self.made: list[Factorization] = []
         self.branches: list[tuple[torch.cuda.Stream, Tensor]] = []
@@ -219,13 +215,21 @@ class _Systems:
                 self.begin[i], self.stack_of[i] = position, s
                 position += self.groups[i]
 
+    def _stacked(self, matrices: list[Tensor], members: list[int]) -> Tensor:
+        parts = []
+        for extra, run in _runs(members, self.extra):
+            part = torch.cat([matrices[i] for i in run])
+            parts.append(F.pad(part, (0, extra) * 2) if extra else part)
+            del part
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
     def _border(self, stack: Tensor, members: list[int]) -> None:
         """A matrix's largest number on the diagonal of its border, so that the border does not decide its scale."""
-        for i in members:
-            if self.extra[i]:
-                first = self.begin[i] - self.begin[members[0]]
-                diagonal = stack.diagonal(dim1=-2, dim2=-1)[first : first + self.groups[i]]
-                diagonal[:, -self.extra[i] :] = diagonal[:, : -self.extra[i]].amax(-1, keepdim=True)
+        for extra, run in _runs(members, self.extra):
+            if extra:
+                first, last = (self.begin[i] - self.begin[members[0]] for i in (run[0], run[-1]))
+                diagonal = stack.diagonal(dim1=-2, dim2=-1)[first : last + self.groups[run[-1]]]
+                diagonal[:, -extra:] = diagonal[:, :-extra].amax(-1, keepdim=True)
 
     def shifts(self, damping: list[Tensor | float], split: Split) -> Tensor:
         """δ_A and δ_B of every group, in the order of the stacks."""
@@ -339,6 +343,11 @@ class _Systems:
         rows = [r for r in self.rows[first:last] if r is not None]
         self.rows[first:last] = [None] * (last - first)
         return System(system, shifts[begin:end], rows)
+
+
+def _runs(members: list[int], extra: Sequence[int]) -> list[tuple[int, list[int]]]:
+    """Neighbours that are padded alike, with their padding: each run is treated together."""
+    return [(padding, list(run)) for padding, run in itertools.groupby(members, extra.__getitem__)]
 
 
 def _common_sizes(sizes: set[int], multiple: int = 1, beyond: int = 0) -> dict[int, int]:

@@ -343,8 +343,8 @@ def finite(measured: Measured, block: str | None = None) -> Tensor:
     if not factors:
         return torch.ones((), dtype=torch.bool, device="cpu")
     by_dtype: dict[torch.dtype, list[Tensor]] = {}  # one launch for each
-    for factor in factors:
-        by_dtype.setdefault(stored(factor).dtype, []).append(stored(factor))
+    for tensor in map(stored, factors):
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
     norms = [torch.stack(torch._foreach_norm(given, float("inf"))) for given in by_dtype.values()]
     return torch.stack([x.isfinite().all() for x in norms]).all() if len(norms) > 1 else norms[0].isfinite().all()
 

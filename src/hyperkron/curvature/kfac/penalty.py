@@ -24,6 +24,8 @@ Penalties = Mapping[str, Tensor | float]
 
 def mean_damping(plan: Plan, block: Block, penalties: Penalties, damping: float) -> Tensor | float:
     """δ̄ = δ + the mean of 2α over the numbers of the block."""
+    if not any(name in penalties for name in block.names):
+        return damping
     parts = [(plan.rows[name].count, penalties.get(name, 0.0)) for name in block.names]
     total = sum(count for count, _ in parts)
     return damping + sum(count / total * (p.mean() if isinstance(p, Tensor) else p) for count, p in parts)
@@ -35,7 +37,7 @@ def column_scales(plan: Plan, penalties: Penalties, damping: float, like: Tensor
     A penalty that differs between the rows of a weight is averaged over the rows, because E acts on columns only.
     """
     found: dict[str, Tensor] = {}
-    for name, block in plan.blocks.items():
+    for name, block in plan.blocks.items() if penalties else ():
         values = [penalties.get(part, 0.0) for part in block.names]
         if not any(part in penalties for part in block.names) or _even(values):
             continue
