@@ -287,13 +287,13 @@ class Point:
         self._theta_moved = True
         try:
             for p in self.params.values():
-                p.requires_grad_(False)
+                p.requires_grad = False
             with placed(self.params, displaced):
                 yield
         finally:
             self._theta_moved = False
             for p in self.params.values():
-                p.requires_grad_(True)
+                p.requires_grad = True
 
     def _tensors(self, given: str = "", batch: Any = None) -> Iterator[tuple[str, Tensor]]:
         """Every tensor that an objective uses, on this ``batch``, with its name for error messages."""
@@ -315,33 +315,21 @@ class Point:
 @contextmanager
 def placed(params: Tree, values: Tree) -> Iterator[None]:
     """Inside the block ``params`` have the values ``values``; their own memory is not written."""
-    own = {name: _memory(p) for name, p in params.items()}
+    places = {name: "_local_tensor" if is_sharded(p) else "data" for name, p in params.items()}
+    own = {name: getattr(params[name], place) for name, place in places.items()}
     try:
-        for name, p in params.items():
-            _look_at(p, _memory(values[name]))
+        for name, place in places.items():
+            setattr(params[name], place, getattr(values[name], place))
         torch.clear_autocast_cache()  # it may hold casts of the other values
         yield
     finally:
-        for name, p in params.items():
-            _look_at(p, own[name])
+        for name, place in places.items():
+            setattr(params[name], place, own[name])
         torch.clear_autocast_cache()
 
 
 def _size(batch: Any) -> int:
     return sum(x.numel() for _, x in tensors_of("", batch))
-
-
-def _memory(p: Any) -> Tensor:
-    """The values of a parameter; where it is sharded, those of this process."""
-    found: Tensor = p._local_tensor if is_sharded(p) else p.data
-    return found
-
-
-def _look_at(p: Any, memory: Tensor) -> None:
-    if is_sharded(p):
-        p._local_tensor = memory
-    else:
-        p.data = memory
 
 
 def independent(level: Level, where: str = "") -> HyperkronError:

@@ -168,7 +168,8 @@ def modules_of(*roots: nn.Module) -> list[nn.Module]:
         module = waiting.pop()
         if module not in found:
             found[module] = None
-            waiting += [child for child in reversed(module._modules.values()) if child is not None]
+            if module._modules:
+                waiting += [child for child in reversed(module._modules.values()) if child is not None]
     return list(found)
 
 
