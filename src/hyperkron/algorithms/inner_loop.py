@@ -149,9 +149,9 @@ class InnerLoop:
                 raise HyperkronError("inner returned a loss that depends on neither model nor hyper; do not detach it.")
             scaled = value if self.scaler is None else self.scaler.scale(value)
             wanted = [p for p in self.params if p.requires_grad]  # perhaps not those of the last step
-            found = dict(zip(wanted, torch.autograd.grad(scaled, wanted, allow_unused=True), strict=True))
+            found = iter(torch.autograd.grad(scaled, wanted, allow_unused=True))
         for p in self.params:
-            gradient = found.get(p)
+            gradient = next(found) if p.requires_grad else None
             if gradient is not None and self.scaler is not None:
                 gradient = gradient / self.scaler.get_scale()
             p.grad = gradient.contiguous() if gradient is not None and self._wants_graph else gradient
