@@ -97,9 +97,8 @@ def _class_indices(target: Tensor, output: Tensor, ignore_index: int) -> tuple[T
         low, high = (int(bound) for bound in target.aminmax())
         if low >= 0 and high < classes and not low <= ignore_index <= high:
             return target, None, None
-    valid = target != ignore_index
-    wrong = valid & ((target < 0) | (target >= classes))
-    safe = target.masked_fill(~valid | wrong, 0)
+    valid, safe = target != ignore_index, target.clamp(0, classes - 1)
+    wrong = valid & (safe != target)
     if not answers_at_once(target):
         return safe, valid, wrong
     if bool(wrong.any()):
