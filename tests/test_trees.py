@@ -73,6 +73,15 @@ def test_dot_and_norm_match_the_flat_vectors() -> None:
     torch.testing.assert_close(trees.norm(a), flat(a).norm(), rtol=1e-14, atol=0.0)
 
 
+def test_the_product_of_a_tree_with_itself_is_that_of_norms_made_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    a = {"x": torch.randn(3, 4, dtype=torch.float64), "y": torch.randn((), dtype=torch.float64)}
+    expected = trees.dot(a, dict(a))
+    monkeypatch.setattr(trees, "_normed_together", lambda tensors: True)  # as on a GPU
+    monkeypatch.setattr(trees, "_dot", None)
+    torch.testing.assert_close(trees.dot(a, a), expected)
+
+
 def test_dot_takes_strided_tensors() -> None:
     x = torch.arange(6.0).reshape(2, 3)
     assert trees.dot({"w": x.T}, {"w": x.T.contiguous()}).item() == 55.0

@@ -94,6 +94,8 @@ def dot(a: Tree, b: Tree) -> Tensor:
     left, right = _paired(a, b) if a is not b else (list(a.values()),) * 2
     if not left:
         return torch.zeros((), device="cpu")
+    if a is b and _normed_together(left):
+        return norm(a).square()
     found = [_dot(x, y) for x, y in zip(left, right, strict=True) if not is_sharded(x)]
     if len(found) < len(left):
         pairs = [(x, y) for x, y in zip(left, right, strict=True) if is_sharded(x)]
@@ -113,10 +115,16 @@ def _dot(x: Tensor, y: Tensor) -> Tensor:
     return torch.dot(x.reshape(-1), y.reshape(-1))
 
 
+def _normed_together(tensors: list[Tensor]) -> bool:
+    """Whether one launch makes the norms of all tensors, as precisely as products one by one."""
+    alike = all(x.is_cuda and x.dtype not in HALF_TYPES for x in tensors)
+    return bool(tensors) and alike and not any_sharded(tensors)
+
+
 def norm(a: Tree) -> Tensor:
     """The Euclidean norm ‖a‖ = √(aᵀa), as a 0-dimensional tensor."""
     tensors = list(a.values())
-    if tensors and all(x.is_cuda and x.dtype not in HALF_TYPES and not is_sharded(x) for x in tensors):
+    if _normed_together(tensors):
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))  # one launch for many tensors
     return dot(a, a).sqrt()  # float32 vector_norm sums naively on the CPU: 20 times the error of torch.dot
 
