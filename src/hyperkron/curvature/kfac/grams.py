@@ -95,8 +95,8 @@ def summed(
     if waiting:
         kept = [rows if _stays_half(rows, dtype) else rows.to(dtype) for rows in waiting]
         waiting = kept if layer is None else [layer.ordered(rows) for rows in kept]
-        ones = [torch.cat([r, r.new_ones(*r.shape[:2], 1)], dim=-1) if biased else r for r in waiting]
-        return LowRank(torch.cat(ones, dim=1)), count
+        rows = torch.cat(waiting, dim=1) if len(waiting) > 1 or not biased else waiting[0]
+        return LowRank(F.pad(rows, (0, 1), value=1.0) if biased else rows), count
     if layer is not None and total is not None:
         total = layer.ordered_gram(total)
     if sums is None:
