@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, ClassVar
 
 import torch
@@ -27,7 +27,12 @@ from hyperkron.trees import Tree
 
 def layout(params: Tree) -> list[str]:
     """Name, shape and dtype of every parameter, to check whether factors and inverses still fit."""
-    return [f"{name} {list(p.shape)} {p.dtype}" for name, p in params.items()]
+    return [_described(name, p.shape, p.dtype) for name, p in params.items()]
+
+
+@lru_cache(maxsize=2**12)
+def _described(name: str, shape: torch.Size, dtype: torch.dtype) -> str:
+    return f"{name} {list(shape)} {dtype}"
 
 
 class KroneckerState(CurvatureState):
