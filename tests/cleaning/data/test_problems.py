@@ -37,7 +37,7 @@ SAID = {
     "same input": (
         "text,label\na b,x\na  b,x\nc,y\n",
         GOOD,
-        ["1 row repeats the input of an earlier one", "0 = 1"],
+        ["1 row repeats the input of an earlier one and stays", "0 = 1"],
         [0, 1, 2],
     ),
     "conflict": ("text,label\na,x\na,y\nc,y\n", GOOD, ["1 input with conflicting labels", "0 'x' / 1 'y'"], [0, 1, 2]),

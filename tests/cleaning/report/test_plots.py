@@ -52,7 +52,7 @@ def test_the_histogram_is_drawn_as_high_as_its_counts(tmp_path: Path) -> None:
     drawn = write_report(folder).read_text("utf-8")
     heights = [float(h) for h in re.findall(r'height="([\d.]+)" class="bar', drawn)]
     assert [h for h in heights if h] == pytest.approx([170, 42.5, 127.5])
-    assert "weight 0.9 to 0.95: 4 rows, 3 of them suspects" in drawn
+    assert "weight 0.9 to 0.95; rows: 4, suspects: 3" in drawn
 
 
 def test_without_rows_there_is_no_histogram(tmp_path: Path) -> None:

@@ -11,10 +11,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hyperkron.cleaning.report import page, wording, write_report
 from hyperkron.cleaning.report.folder import read_run
+from hyperkron.cleaning.sources import read_parts
 from hyperkron.cli.summary import summary
 from run_folder import CLASSES, make_rows, picture, write_json, write_run_folder, write_suspects
 
@@ -154,9 +156,22 @@ def test_the_test_accuracy_has_its_interval(tmp_path: Path, report: _Reader) -> 
     winner = {"name": "hyperkron", "accuracy": 0.9, "low": 0.8, "high": 0.95, "rows": 60, "test_accuracy": 0.9}
     text = read(write_report(write_run_folder(tmp_path, candidates=[winner], per_class=per_class))).text
     assert "test set 82.6 % to 94.5 % 95 % interval; 90.0 % of 100 rows, never used for choosing" in text  # Wilson's
-    assert "Test accuracy: on 100 rows" in text and "Accuracy: on trusted rows, each class counted as often" in text
+    assert "Test accuracy: on 100 rows (never used for choosing)" in text
+    assert "Accuracy: on trusted rows, each class counted as often" in text
     blind = read(write_report(write_run_folder(tmp_path, candidates=[winner | {"rows": 0}], per_class=per_class))).text
     assert "each class counted as often" not in blind
+
+
+def test_test_rows_that_were_learnt_from_are_not_said_to_be_unseen(tmp_path: Path) -> None:
+    x, y = np.arange(40.0)[:, None], np.arange(40) % 2
+    *_, test = read_parts((x[:20], y[:20]), (x[20:], y[20:]), (x[20:], y[20:]), {})
+    folder = write_run_folder(tmp_path)
+    content = json.loads((folder / "result.json").read_text("utf-8"))
+    content["data"]["messages"] += test.messages
+    write_json(folder / "result.json", content)
+    text = read(write_report(folder)).text
+    assert "20 rows with the input of a trusted row" in text and "never used for choosing" not in text
+    assert "Accuracy on the test set 90.6 % some were also learnt from, see The data" in text
 
 
 def test_the_reason_for_an_alternative_and_for_none(tmp_path: Path) -> None:

@@ -31,6 +31,8 @@ from hyperkron.solution import HyperkronError
 _IDENTIFIES = re.compile(r"(^|[\W_])(id|nr|no|num|number|code|key|phone|account|customer)s?($|[\W_])|(Id|ID|Nr|No)$")
 _SEVERAL = re.compile(r"\s*[,;|]\s*")
 _LEAST = 20  # rows, below which all values of a column differ by chance
+SEEN = "the accuracy on test rows is too high"
+"""In the message about test rows that are training or trusted rows, too."""
 _CHANCE = -20.0  # logarithm of the probability below which a column does not tell all labels by chance
 _VALUES = 10  # for each class: of more values of a column it is not asked whether they tell the label
 
@@ -138,8 +140,8 @@ def duplicate_notes(raw: Raw, of: Iterable[Hashable]) -> list[str]:
     rows = raw.rows.tolist()
     extra = sum(len(group) - 1 for group in repeated)
     same = listing(f"{rows[group[0]]} = {rows[group[1]]}" for group in repeated)
-    verb = "repeats" if extra == 1 else "repeat"
-    notes = [f"{raw.name}: {several(extra, 'row')} {verb} the input of an earlier one and stay: rows {same}."]
+    repeat, stay = ("repeats", "stays") if extra == 1 else ("repeat", "stay")
+    notes = [f"{raw.name}: {several(extra, 'row')} {repeat} the input of an earlier one and {stay}: rows {same}."]
     conflicting = [group for group in repeated if len({raw.labels[i] for i in group}) > 1]
     if conflicting:
         first = ({raw.labels[i]: rows[i] for i in reversed(group)} for group in conflicting)
@@ -179,7 +181,7 @@ def seen_notes(test: Labelled, train: Labelled, trusted: Labelled) -> list[str]:
         if seen:
             notes.append(
                 f"{test.source}: {several(len(seen), 'row')} with the input of a {what} row: rows {listing(seen)}. If "
-                "they are the same examples, the accuracy on test rows is too high; remove them from one of the two."
+                f"they are the same examples, {SEEN}; remove them from one of the two."
             )
     return notes
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from hyperkron.cleaning.choice import few, wilson
 from hyperkron.cleaning.config import OURS
+from hyperkron.cleaning.data.checks import SEEN
 from hyperkron.cleaning.report.folder import Candidate, RunContents
 from hyperkron.cleaning.stages import RULES
 
@@ -148,6 +149,12 @@ def tested_on(run: RunContents) -> tuple[int, float, float] | None:
     lines = run.result.children("per_class")
     rows, right = (sum(line.count(key) or 0 for line in lines) for key in ("test_rows", "test_right"))
     return (rows, *wilson(right / rows, rows)) if 0 < rows >= right else None
+
+
+def test_rows_are(run: RunContents) -> str:
+    """What the test rows are good for."""
+    seen = any(SEEN in message for message in run.result.child("data").texts("messages"))
+    return "some were also learnt from, see The data" if seen else "never used for choosing"
 
 
 def reason(run: RunContents) -> str:
