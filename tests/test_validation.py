@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -11,7 +12,14 @@ import pytest
 import torch
 
 from hyperkron.solution import HyperkronError
-from hyperkron.validation import check_interval, check_nonnegative, check_one_of, check_positive, check_whole
+from hyperkron.validation import (
+    check_interval,
+    check_nonnegative,
+    check_one_of,
+    check_positive,
+    check_takes,
+    check_whole,
+)
 
 NEITHER = (True, False, None, "1", math.nan, torch.tensor(1.0), [1])
 
@@ -73,6 +81,19 @@ def test_one_of_a_few_words() -> None:
     for bad in ("MIN", None, 3, ["min"], ""):
         with pytest.raises(HyperkronError, match=re.escape(f"mode={bad!r} is unknown; choose min, max or none.")):
             check_one_of("mode", bad, ("min", "max", "none"))
+
+
+def test_a_decorated_function_takes_what_its_decorator_takes() -> None:
+    def plain(model: object, batch: object, *, scale: float) -> float:
+        return scale
+
+    @functools.wraps(plain)
+    def decorated(model: object, hyper: object, batch: object) -> float:
+        return plain(model, batch, scale=2.0)
+
+    check_takes("inner", decorated, "model", "hyper", "batch")
+    with pytest.raises(HyperkronError, match=r"inner=plain.* cannot be called as inner"):
+        check_takes("inner", plain, "model", "hyper", "batch")
 
 
 @pytest.mark.parametrize("check", [check_whole, check_positive, check_nonnegative])

@@ -55,8 +55,8 @@ def check_one_of(name: str, value: object, allowed: Sequence[str]) -> None:
 def check_takes(name: str, function: Callable[..., object], *arguments: str) -> None:
     """Refuse a function that cannot be called with these arguments, by position."""
     try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some functions written in C have none
+        signature = inspect.signature(function, follow_wrapped=False)  # of a decorated function its own
+    except (NameError, TypeError, ValueError):  # it has none in C, or annotations that only type checkers import
         return
     try:
         signature.bind(*arguments)
