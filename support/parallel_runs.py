@@ -187,9 +187,12 @@ def refusals(rank: int) -> dict[str, str]:
         with torch.no_grad():
             broken.get_parameter("scale").fill_(torch.nan)
     wrapped = nn.parallel.DistributedDataParallel(make(torch.float64)[1])
+    frozen = make(torch.float64)[1]
+    frozen.get_parameter("scale").requires_grad_(rank != 1)
     weights = hk.SampleWeights(EXAMPLES, init=0.5 + 0.1 * rank).double()
     return {
         "hyper": refused(lambda: method.compute(hk.training.DataParallel(problem), model, weights, rows, trusted)),
+        "frozen": refused(compute(problem, rows, frozen)),
         "different": refused(compute(problem, own)),
         "small": refused(compute(problem, tuple(x[:3] for x in rows))),
         "normalised": refused(compute(hk.BilevelProblem(normalised, outer), rows)),
@@ -302,6 +305,15 @@ def from_the_first(rank: int) -> bool:
     return all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
+def but_for_rounding(rank: int) -> bool:
+    """Whether parameters are taken as they are whose sums are rounding alone, and differ between processes."""
+    problem, model, hyper, *batches = make(torch.float64)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.sub_(p.mean()).mul_(1.0 + 1e-14 * rank)
+    return not refused(lambda: hk.identity().compute(hk.training.DataParallel(problem), model, hyper, *batches))
+
+
 def ways_of_use(rank: int) -> dict[str, bool]:
     """What else must hold: batches of one's own, a wrapped model, masks of one's own, one random state and one loss."""
     problem, model, hyper, rows, trusted = make(torch.float64)
@@ -332,6 +344,7 @@ def ways_of_use(rank: int) -> dict[str, bool]:
     return {
         "left out": all(torch.allclose(left_out[n], used[n], rtol=1e-10, atol=1e-14) for n in used),
         "state of the first": from_the_first(rank),
+        "rounding": but_for_rounding(rank),
         "changed on one": all(torch.allclose(changed[n], alone[n], rtol=1e-6, atol=1e-12) for n in alone),
         "own batches": all(torch.equal(found[name], wanted[name]) for name in wanted),
         "wrapped": run.state.model is net.module and all(torch.equal(x, y) for x, y in pairs),

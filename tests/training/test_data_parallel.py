@@ -76,6 +76,7 @@ def test_a_run_continues_with_another_number_of_processes(
 def test_what_cannot_be_divided_is_refused_on_every_process(texts: list[dict[str, Any]]) -> None:
     wanted = {
         "different": "different batches of inner",
+        "frozen": "the processes train different parameters",
         "hyper": "hyper parameter weight differs between the processes",
         "small": "3 examples, too few for 4 processes",
         "normalised": "not a mean over examples",

@@ -8,6 +8,7 @@ factors in the same way. ``docs/scaling.md`` lists what is sent when.
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -192,12 +193,21 @@ class _Divided:
 
 
 def _check_alike(group: Group, modules: dict[str, nn.Module]) -> None:
-    """Refuse parameters that differ between processes by more than rounding; their sums are compared."""
+    """Refuse trainable parameters that are others on other processes, or differ by more than rounding, by their
+    sums."""
     named = {f"{label} parameter {n}": p for label, m in modules.items() for n, p in m.named_parameters()}
-    whole = {name: p for name, p in named.items() if p.requires_grad and not is_sharded(p)}
-    table = group.numbers(*(float(p.detach().sum(dtype=torch.float64)) for p in whole.values()))
-    for name, sums in zip(whole, zip(*table, strict=True), strict=True):
-        if max(sums) - min(sums) > 1e-4 * max(map(abs, sums)):
+    trained = {name: p for name, p in named.items() if p.requires_grad}
+    kinds = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in trained.items()]
+    if len(set(map(tuple, group.numbers(zlib.crc32(repr(kinds).encode()))))) > 1:
+        raise HyperkronError(
+            f"the processes train different parameters, number {group.rank} {', '.join(kinds):.600}; make the same "
+            "modules on all of them, and freeze the same parameters."
+        )
+    whole = {name: p.detach() for name, p in trained.items() if not is_sharded(p)}
+    facts = [f(p, dtype=torch.float64) for p in whole.values() for f in (torch.sum, torch.linalg.vector_norm)]
+    columns = list(zip(*group.numbers(*map(float, facts)), strict=True))
+    for name, sums, norms in zip(whole, columns[::2], columns[1::2], strict=True):
+        if max(sums) - min(sums) > 1e-4 * max(norms):  # a sum alone may be nothing but rounding
             raise HyperkronError(
                 f"{name} differs between the processes (its sums are {', '.join(f'{x:.4g}' for x in sums)}), but all "
                 "must train the same; call torch.manual_seed with one seed before making the module, or "
