@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -54,6 +56,33 @@ def masked(model: nn.Module, hyper: Any, batch: Any) -> hk.losses.Loss:
     return hk.losses.cross_entropy(output, Y, weight=hyper.a.sigmoid())
 
 
+def _frozen(layer: nn.Module, x: torch.Tensor, names: tuple[str, ...] = ("weight", "bias")) -> torch.Tensor:
+    for name in names:
+        layer.get_parameter(name).requires_grad_(False)
+    output = layer(x)
+    layer.requires_grad_(True)
+    return output  # type: ignore[no-any-return]
+
+
+def _with_other_leaves(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return functional_call(layer, {name: p.detach() for name, p in layer.named_parameters()}, (x,))  # type: ignore[no-any-return]
+
+
+CONSTANT: dict[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {
+    "frozen": _frozen,
+    "half frozen": partial(_frozen, names=("weight",)),
+    "other leaves": _with_other_leaves,
+    "copied": lambda layer, x: copy.deepcopy(layer)(x),
+}
+
+
+def with_constants(constant: str, model: Any, hyper: Any, batch: Any) -> hk.losses.Loss:
+    """The last layer is called a second time, with constants in the place of its parameters."""
+    hidden = model[:-1](X.to(hyper.a.dtype))
+    output = model[-1](hidden) + CONSTANT[constant](model[-1], hidden.sin())
+    return hk.losses.cross_entropy(output, Y, weight=hyper.a.sigmoid())
+
+
 def usual(model: nn.Module, hyper: Any, batch: Any) -> hk.losses.Loss:
     return hk.losses.cross_entropy(model(X), Y, weight=hyper.a.sigmoid())
 
@@ -73,12 +102,13 @@ def _no_warnings_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(solution, "_warned", set())
 
 
-def test_the_gradients_at_the_layers_are_those_of_the_loss_alone() -> None:
+@pytest.mark.parametrize("inner", [adversarial, *(partial(with_constants, name) for name in CONSTANT)])
+def test_the_gradients_at_the_layers_are_those_of_the_loss_and_of_theta_alone(inner: Inner) -> None:
     model, hyper = mlp(3, 4, 3), weights()
-    point, v = setting(adversarial, hyper, model)
+    point, v = setting(inner, hyper, model)
     with point:
         found = adjoint(point, v, weighting.structure(point, point.inner()))
-    assert oracles.relative(found.cross, dense_cross(adversarial, model, hyper, v)) < 1e-12
+    assert oracles.relative(found.cross, dense_cross(inner, model, hyper, v)) < 1e-12
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 
 from hyperkron.batch_tensors import tensors_of
 from hyperkron.cross.weighting import Read, Weighted, weighted_sum
-from hyperkron.curvature.kfac.taps import Tap, no_grad_no_autocast
+from hyperkron.curvature.kfac.taps import Tap, no_grad_no_autocast, parameters_of
 from hyperkron.evaluation.point import Point
 from hyperkron.kernels.selection import WithoutAutocast
 from hyperkron.losses import Loss, Term
@@ -100,6 +100,7 @@ class _LayerHooks:
     def __init__(self, point: Point, v: Tree, consume: bool = False) -> None:
         self.device, self.readable, self.consume = point.device, not point.recording, consume
         self.layers = _layers(point, v)
+        self.own = {module: parameters_of(module) for module in self.layers}
         if consume:
             v.clear()
         sizes = (len(x) for _, x in tensors_of("", point.inner_batch) if x.dim() > 0)
@@ -117,6 +118,10 @@ class _LayerHooks:
                     hooks.enter_context(module.register_forward_pre_hook(self._narrow))
                 hooks.enter_context(module.register_forward_hook(partial(self._on_layer, v), with_kwargs=True))
             yield
+
+    def __deepcopy__(self, memory: dict[int, Any]) -> _LayerHooks:
+        """Itself: a layer that the loss copies has the hooks of the original."""
+        return self
 
     def backward(self, losses: Tensor) -> Tensor:
         """c' of the examples with these ``losses``."""
@@ -139,12 +144,17 @@ class _LayerHooks:
         self, v: dict[str, Tensor], module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: Any
     ) -> Any:
         inputs = (*given, *named.values())
-        if any(p is not None and not p.is_leaf for p in module._parameters.values()):  # by functional_call
-            raise NoAdjointError(f"{type(module).__name__} is called with functions of its parameters")
         if not isinstance(output, Tensor) or len(inputs) != 1 or not isinstance(inputs[0], Tensor):
             raise NoAdjointError(f"{type(module).__name__} has more than one input or output")
-        if not output.requires_grad:  # under no_grad: the loss does not depend on this call
+        if not output.requires_grad or module not in self.own:  # under no_grad, or a copy: without θ
             return output
+        if parameters_of(module) != self.own[module]:  # by functional_call, or frozen by the loss
+            if any(p is not None and not p.is_leaf for p in module._parameters.values()):
+                raise NoAdjointError(f"{type(module).__name__} is called with functions of its parameters")
+            kept = {*parameters_of(module)} & {*self.own[module]}
+            v = {local: x for local, x in v.items() if (id(module._parameters[local]), True) in kept}
+            if not v:
+                return output
         if output.dim() > 1 and len(output) == 1:  # shared by all examples, such as positions: expand it
             output = output.expand(self.examples, *output.shape[1:])
         if _is_linear(module):

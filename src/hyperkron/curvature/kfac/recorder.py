@@ -26,7 +26,7 @@ from hyperkron.curvature.kfac.kept import LayerGradients
 from hyperkron.curvature.kfac.layers import WeightSharing
 from hyperkron.curvature.kfac.measured import Measured, Measurement
 from hyperkron.curvature.kfac.owners import Deliveries
-from hyperkron.curvature.kfac.taps import no_grad_no_autocast, with_last
+from hyperkron.curvature.kfac.taps import no_grad_no_autocast, parameters_of, with_last
 from hyperkron.losses import BatchPlace, Loss
 from hyperkron.sharding import any_sharded
 from hyperkron.solution import HyperkronError
@@ -45,11 +45,6 @@ class _Call:
     version: int = 0  # of x, to detect changes in place
     input: Tensor | None = None  # x, if gradients of examples are kept
     single: bool = False  # whether each example has a single row
-
-
-def _parameters(module: nn.Module) -> list[tuple[int, bool]]:
-    """Which tensors are the parameters of ``module`` now, and which of them require a gradient."""
-    return [(id(p), p.requires_grad) for p in module._parameters.values() if p is not None]
 
 
 class Recorder:
@@ -105,7 +100,7 @@ class Recorder:
         """Inside the block, every covered module has its hook; hooks are removed also after an error."""
         hooks = [(module, partial(self._on_block, self.plan.blocks[name])) for module, name in self.plan.feeds]
         hooks += [(module, partial(self._on_diagonal, names)) for module, names in self.plan.diagonal]
-        self._own = {module: _parameters(module) for module, _ in hooks}
+        self._own = {module: parameters_of(module) for module, _ in hooks}
         with ExitStack() as stack:
             stack.callback(self.inputs.forget)
             for module, hook in hooks:
@@ -135,7 +130,7 @@ class Recorder:
         """Whether a parameter is not θ in this call, so that the gradient at the output is not that of θ: it is frozen,
         ``functional_call`` has put another tensor in its place, or the layer is a copy made inside the loss."""
         own = self._own.get(module)
-        return own is None or (not self.copies and own != _parameters(module))
+        return own is None or (not self.copies and own != parameters_of(module))
 
     def __deepcopy__(self, memory: dict[int, Any]) -> Recorder:
         """Itself: a layer that the loss copies has the hooks of the original."""

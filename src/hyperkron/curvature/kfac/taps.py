@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class no_grad_no_autocast:
@@ -29,6 +29,14 @@ class no_grad_no_autocast:
         torch._C._set_grad_enabled(grad)
         if self.before[1]:
             torch.set_autocast_enabled(self.kind, autocast)
+
+
+def parameters_of(module: nn.Module) -> list[tuple[int, bool]]:
+    """Which tensors are the parameters of ``module`` now, and which of them require a gradient.
+
+    They are others inside ``functional_call``, and while a loss has frozen them.
+    """
+    return [(id(p), p.requires_grad) for p in module._parameters.values() if p is not None]
 
 
 def same_memory(x: Tensor) -> Tensor:
