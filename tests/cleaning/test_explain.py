@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -47,6 +48,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def files_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_queries_may_be_a_folder_of_images_without_classes(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    random = np.random.default_rng(0)
+    for part, count in (("train/a", 12), ("train/b", 12), ("trusted/a", 6), ("trusted/b", 6), ("new", 3)):
+        (tmp_path / part).mkdir(parents=True)
+        for i in range(count):
+            pixels = random.integers(0, 120, (8, 8)) + 120 * part.endswith("b")
+            image.fromarray(pixels.astype(np.uint8)).save(tmp_path / part / f"{i}.png")
+    config = CleanConfig(compare=(), epochs=1)
+    clean(tmp_path / "train", tmp_path / "trusted", out=tmp_path / "run", config=config)
+    assert len(explain(tmp_path / "run", tmp_path / "new").queries) == 3
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,9 @@ from hyperkron.attribution import Attribution, attribute
 from hyperkron.cleaning.api import reopened
 from hyperkron.cleaning.config import Progress
 from hyperkron.cleaning.data import InputForm, Labelled, NewRows, ReadOptions, read
-from hyperkron.cleaning.data.sources import locate
+from hyperkron.cleaning.data.arrow import PREFIX
+from hyperkron.cleaning.data.files import existing
+from hyperkron.cleaning.data.sources import split_source
 from hyperkron.cleaning.fields import read_result
 from hyperkron.cleaning.folder import RunFolder, shown
 from hyperkron.cleaning.own import EstimatorModel
@@ -110,8 +112,8 @@ def explain(
         raise HyperkronError(
             f"out={str(out)!r}: the run has not finished; continue it with `hyperkron resume {quote(str(out))}`."
         )
-    if isinstance(queries, (str, os.PathLike)):
-        locate(queries, "queries", ReadOptions())  # a path that does not exist is told before the run is read again
+    if isinstance(queries, (str, os.PathLike)) and not os.fspath(queries).startswith(PREFIX):
+        existing(split_source(os.fspath(queries))[0], "queries")  # told before the run is read again
     result = reopened(out, model, progress, writes=False).result()
     if isinstance(result.model, EstimatorModel):
         raise HyperkronError(

@@ -221,6 +221,6 @@ def read_decisions(file: str | Path, run: str | Path) -> dict[int, str]:
             )
         if found.setdefault(row, label) != label:
             raise HyperkronError(
-                f"decisions={str(file)!r} give row {row} two labels, {found[row]!r} and {label!r}; delete one of them."
+                f"decisions={str(file)!r} gives row {row} two labels, {found[row]!r} and {label!r}; delete one of them."
             )
     return found
