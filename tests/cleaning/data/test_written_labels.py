@@ -76,7 +76,14 @@ def test_lines_of_json_keep_their_ends(tmp_path: Path) -> None:
     assert (tmp_path / "b.jsonl").read_bytes() == lines[0] + lines[1].replace(b'"y"', b'"x"') + lines[2] + b"\n"
 
 
-@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_lines_of_csv_keep_their_ends(tmp_path: Path, end: str) -> None:
+    (tmp_path / "a.csv").write_bytes(end.join(["text,label", "one,x", "two,y"]).encode())
+    export_rows(tmp_path / "a.csv", [0, 1], tmp_path / "b.csv", ["y", None])
+    assert (tmp_path / "b.csv").read_bytes() == end.join(["text,label", "one,y", "two,y", ""]).encode()
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
 def test_every_cell_of_a_line_is_read_as_it_was_written(end: str) -> None:
     """Also with a lone return, which the csv module puts in quotes only beside one in the end of the line."""
     cells = ["a\rb", "c\nd", "e\r\nf", 'say "hi"', "x, y", "", " 007 ", "\u2028"]

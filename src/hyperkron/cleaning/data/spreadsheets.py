@@ -158,7 +158,7 @@ def write_csv(place: Place, kept: Kept) -> bytes:
     path, options = place.path, place.options
     kept.require_suffix(path.name, ".csv", ".tsv", ".tab", ".csv.gz", ".tsv.gz")
     file = _open(path, options, texts=True)
-    end = "\r\n" if file.head.endswith("\r\n") else "\n"
+    end = next((end for end in ("\r\n", "\r") if file.head.endswith(end)), "\n")
     at = file.header.index(kept.label_column(path.name, file.header)) if kept.labels else -1
     kept = kept.like([fields[at] for fields, _ in file.records]) if kept.labels else kept
     cells = FormulaCells(kept.formulas, file.header)
