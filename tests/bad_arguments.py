@@ -280,8 +280,8 @@ row("fit of swapped arguments", fitted(problem=lambda g: g.model, model=lambda g
 row(
     "fit of swapped modules",
     fitted(model=lambda g: g.hyper, hyper=lambda g: g.model),
-    "index is torch.float32",
-    "whole",
+    "index does not fit",
+    "give whole numbers",
 )
 row(
     "fit of a bare hypergradient",
@@ -338,7 +338,7 @@ row(
     "inner_batch is a DataLoader",
     "next(iter(loader))",
 )
-row("weights of no index", lambda g: g.hyper(None), "index is None", "numbers of the examples")
+row("weights of no index", lambda g: g.hyper(None), "(it is None)", "give whole numbers from 0")
 row(
     "attribute of swapped arguments",
     lambda g: hk.attribute(g.model, g.inner, (g.x, g.y), (g.x, g.y)),

@@ -134,7 +134,9 @@ INDEXED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8])
+@pytest.mark.parametrize(
+    "dtype", [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32]
+)
 @pytest.mark.parametrize("name", INDEXED)
 def test_an_index_may_hold_whole_numbers_of_any_kind(name: str, dtype: torch.dtype) -> None:
     """Also bytes, and as many of them as there are rows, which torch takes for a mask."""
@@ -147,8 +149,10 @@ def test_an_index_may_hold_whole_numbers_of_any_kind(name: str, dtype: torch.dty
 
 
 @pytest.mark.parametrize("name", INDEXED)
-@pytest.mark.parametrize("index", [torch.tensor([0, 4]), torch.tensor([0.0, 1.0])], ids=["outside", "floats"])
-def test_an_index_that_does_not_fit_is_named(name: str, index: Tensor) -> None:
+@pytest.mark.parametrize(
+    "index", [torch.tensor([0, 4]), torch.tensor([0.0, 1.0]), None], ids=["outside", "floats", "None"]
+)
+def test_an_index_that_does_not_fit_is_named(name: str, index: Tensor | None) -> None:
     with pytest.raises(hk.HyperkronError, match=r"index does not fit 4 rows .* from 0 to 3"):
         INDEXED[name]()(index)
 

@@ -18,12 +18,18 @@ from hyperkron.validation import check_interval, check_one_of, check_positive, c
 Squash = Literal["clip", "sigmoid", "softmax"]
 
 
-def _rows(values: Tensor, index: Any) -> Tensor:
-    """``values[index]``, with an error that says which numbers there are."""
-    if isinstance(index, Tensor) and index.dtype in (torch.uint8, torch.int8, torch.int16):
-        index = index.long()  # torch takes bytes for a mask
+_SHORT = (torch.uint8, torch.int8, torch.int16, torch.uint16, torch.uint32)
+"""Whole numbers that torch takes for a mask, or not for an index."""
+
+
+def _rows(values: Tensor, index: Any, group: Group | None = None) -> Tensor:
+    """``values[index]``, sharded over ``group`` if there is one, with an error that says which numbers there are."""
+    if isinstance(index, Tensor) and index.dtype in _SHORT:
+        index = index.long()
     try:
-        found: Tensor = values[index]
+        if index is None:  # which adds a dimension
+            raise IndexError("it is None")
+        found: Tensor = values[index] if group is None else taken(group, values, index)
     except IndexError as error:
         raise HyperkronError(
             f"index does not fit {len(values)} rows of λ ({error}); give whole numbers from 0 to {len(values) - 1}."
@@ -77,14 +83,9 @@ class SampleWeights(nn.Module):
 
     def forward(self, index: Tensor) -> Tensor:
         """The weights of the examples in ``index``."""
-        if index is None or (isinstance(index, Tensor) and index.is_floating_point()):
-            raise HyperkronError(
-                f"index is {'None' if index is None else index.dtype}; pass the numbers of the examples in the batch, "
-                "as whole numbers."
-            )
         if self.squash == "softmax":
             return _rows(self.weight.softmax(0), index) * self.weight.numel()
-        raw = _rows(self.weight, index) if self._group is None else taken(self._group, self.weight, index)
+        raw = _rows(self.weight, index, self._group)
         if self.squash == "clip":
             return raw.detach().clamp(0.0, 1.0) + (raw - raw.detach())  # the difference is zero, its derivative one
         return raw.sigmoid()

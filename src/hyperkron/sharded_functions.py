@@ -81,6 +81,8 @@ def taken(group: Group, x: Tensor, index: Tensor) -> Tensor:
 
     What is sent does not depend on the length of the vector: the numbers of rows, and a value for each of them.
     """
+    if index.is_floating_point():
+        raise IndexError(f"it is {index.dtype}")
     flat = index.reshape(-1)
     if flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < len(x):
         raise IndexError(f"index runs from {int(flat.min())} to {int(flat.max())} in a vector of {len(x)} rows")

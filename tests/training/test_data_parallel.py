@@ -257,6 +257,23 @@ def test_a_function_without_a_gradient_stops_that_of_sharded_tensors(tmp_path: P
         dist.destroy_process_group()
 
 
+def test_sharded_weights_take_any_whole_numbers_and_name_those_that_do_not_fit(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
+    try:
+        sharded, plain = hk.SampleWeights(6, group=Group(dist.group.WORLD)), hk.SampleWeights(6)
+        with torch.no_grad():
+            for one in (sharded, plain):
+                getattr(one.weight, "_local_tensor", one.weight).copy_(torch.arange(6) / 6)
+        for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8):
+            index = torch.tensor([1, 0, 1, 0, 0, 5], dtype=dtype)
+            assert torch.equal(sharded(index), plain(index))
+        for wrong in (torch.tensor([6]), torch.tensor([0.0, 1.0]), None):
+            with pytest.raises(hk.HyperkronError, match="does not fit 6 rows of λ"):
+                sharded(wrong)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_a_run_of_fully_shard_continues_on_one_process(tmp_path: Path) -> None:
     """Its model is sharded there, too, though into one part; checkpoints were read as those of plain models."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
