@@ -92,7 +92,7 @@ def test_after_an_interruption_the_first_result_can_be_used(
     assert main(command) == 130
     told = capsys.readouterr().err
     assert "First result: about" in told and "continue with: hyperkron resume run" in told
-    assert "The suspects are known already" in told and Path("run/report.html").exists()
+    assert "known already: see rows.csv and report.html there." in told and Path("run/report.html").exists()
     assert main(["export", "run", "--drop", "suspects", "-o", "clean.csv"]) == 0
     assert main(command) == 1 and "holds a run that was interrupted" in capsys.readouterr().err
     monkeypatch.setattr(run, "judged", judged)

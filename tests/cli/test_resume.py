@@ -116,12 +116,14 @@ def test_an_interrupted_run_says_how_to_go_on(
     reason: BaseException, code: int, fake: FakeCleaning, capsys: Captured
 ) -> None:
     def stop() -> None:
+        (OUT / "rows.csv").touch()
         raise reason
 
     fake.during = stop
     assert main([*CLEAN, "--json"]) == code
     out, err = capsys.readouterr()
     assert "continue with: hyperkron resume runs/mine" in err and "Traceback" not in err
+    assert "known already: see rows.csv there." in err  # there is no report yet
     assert json.loads(out)["type"] == "Interrupted"
     fake.during = lambda: None
     assert main(["resume", "runs/mine"]) == 0

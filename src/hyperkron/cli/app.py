@@ -112,8 +112,8 @@ def _interrupted(options: Any, code: int) -> int:
             text = f"Interrupted. The run in {folder} is finished; see `hyperkron report {shlex.quote(folder)}`."
         elif (Path(folder) / "config.json").exists():
             text = f"Interrupted. What was finished is saved; continue with: hyperkron resume {shlex.quote(folder)}"
-            if (Path(folder) / "rows.csv").exists():
-                text += "\nThe suspects are known already: see rows.csv and report.html there."
+            if known := [name for name in ("rows.csv", "report.html") if (Path(folder) / name).exists()]:
+                text += f"\nThe suspects are known already: see {' and '.join(known)} there."
     say(f"\n{text}")
     if getattr(options, "json", False):
         say_json({"error": text, "type": "Interrupted"})
