@@ -254,7 +254,8 @@ def changing_use(divide: bool) -> dict[str, Tensor]:
 
 
 class Branched(nn.Module):
-    """J_in does not use ``extra``; where ``calls`` it calls a layer once more without using the result."""
+    """J_in does not use ``extra``, and calls ``out`` with constants, too; where ``calls`` it calls a layer once more
+    without using the result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -265,7 +266,9 @@ class Branched(nn.Module):
         hidden = torch.tanh(self.mix(x))
         if self.calls:
             self.mix(x.square())
-        return self.out(hidden) + (self.extra(hidden) if whole else 0.0)  # type: ignore[no-any-return]
+        constants = {name: p.detach() for name, p in self.out.named_parameters()}
+        found = self.out(hidden) + torch.func.functional_call(self.out, constants, (hidden.sin(),))
+        return found + (self.extra(hidden) if whole else 0.0)  # type: ignore[no-any-return]
 
 
 def layers_without_use(divide: bool, calls: bool) -> dict[str, Tensor]:

@@ -129,8 +129,10 @@ class Recorder:
     def _replaced(self, module: nn.Module) -> bool:
         """Whether a parameter is not θ in this call, so that the gradient at the output is not that of θ: it is frozen,
         ``functional_call`` has put another tensor in its place, or the layer is a copy made inside the loss."""
-        own = self._own.get(module)
-        return own is None or (not self.copies and own != parameters_of(module))
+        own, now = self._own.get(module), [p for p in module._parameters.values() if p is not None]
+        if own is not None and self.copies:  # made from θ, so that they are no leaves
+            return any(trained and p.is_leaf for (_, trained), p in zip(own, now, strict=False))
+        return own != parameters_of(module)
 
     def __deepcopy__(self, memory: dict[int, Any]) -> Recorder:
         """Itself: a layer that the loss copies has the hooks of the original."""
