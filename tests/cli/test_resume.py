@@ -158,6 +158,15 @@ def test_an_interruption_during_an_import_comes_after_it(
     assert main(CLEAN) == code
     del sys.modules["losing"]
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+    assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+
+
+def test_a_timer_of_the_caller_goes_on() -> None:
+    signal.setitimer(signal.ITIMER_REAL, 1000.0)
+    try:
+        assert main(["--version"]) == 0 and signal.getitimer(signal.ITIMER_REAL)[0] > 0
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def test_an_interrupted_sweep_keeps_its_trials(

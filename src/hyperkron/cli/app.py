@@ -148,11 +148,15 @@ def _terminable() -> Iterator[None]:
     before = {signal.SIGTERM: signal.signal(signal.SIGTERM, _stop)}
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where it is ignored, as under nohup
         before[signal.SIGINT] = signal.signal(signal.SIGINT, _stop)
+    alarm = signal.getsignal(signal.SIGALRM) if hasattr(signal, "setitimer") else None
     try:
         yield
     finally:
-        if hasattr(signal, "setitimer"):
+        if (
+            hasattr(signal, "setitimer") and signal.getsignal(signal.SIGALRM) is not alarm
+        ):  # a timer of the caller stays
             signal.setitimer(signal.ITIMER_REAL, 0)
+            before[signal.SIGALRM] = alarm
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
