@@ -152,9 +152,7 @@ def _terminable() -> Iterator[None]:
     try:
         yield
     finally:
-        if (
-            hasattr(signal, "setitimer") and signal.getsignal(signal.SIGALRM) is not alarm
-        ):  # a timer of the caller stays
+        if hasattr(signal, "setitimer") and signal.getsignal(signal.SIGALRM) is not alarm:  # a caller's timer stays
             signal.setitimer(signal.ITIMER_REAL, 0)
             before[signal.SIGALRM] = alarm
         for number, handler in before.items():
