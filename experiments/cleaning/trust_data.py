@@ -1,4 +1,4 @@
-"""The 17 data sets of the trust table: where each comes from, its split, its noise, and which stay unseen to the end.
+"""The 20 data sets of the trust table: where each comes from, its split, its noise, and which stay unseen to the end.
 
     apt-get download r-cran-mlbench r-cran-kernlab && for f in *.deb; do dpkg -x $f rda; done
     python -m experiments.cleaning.trust_data --rda rda --data data      # needs PyPI's rdata; texts are embedded once

@@ -35,8 +35,8 @@ NOTE = (
     "attacker on which it is worst on the held-out ones is kept; the test images are used once, at the end. Two arms: "
     "“as printed” moves λ by SGD at the printed step size (1; BOME 0.1), “own” by Adam, with the step size chosen for "
     "each method from a grid by short attacks. At small scale the U-Net has a quarter of its width (16-32-64-128), λ "
-    "makes 4900 steps of batch 512 as printed, BOME, whose step has ten of a copy of θ, 1225 of batch 256; shorter "
-    "attacks (1000 and 250 steps) came first; the CNN is trained for 45 and ResNet-18 for 12 epochs in one "
+    "makes 4900 steps of batch 512 as printed, BOME, whose step has ten of a copy of θ, 1225 of batch 256; the second "
+    "table has attacks of 1000 and 250 steps; the CNN is trained for 45 and ResNet-18 for 12 epochs in one "
     "cycle (printed: 100). The printed step size of the classifier is 0; ours is 0.03. A step of θ and one of λ take "
     "turns (printed: ten of each). AID-CG makes 3 iterations; EM makes 8 passes of 10 sign steps."
 )
