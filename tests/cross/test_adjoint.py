@@ -15,7 +15,8 @@ from torch.utils import checkpoint
 
 import hyperkron as hk
 import oracles
-from hyperkron.cross import reverse, weighting
+from hyperkron import trees
+from hyperkron.cross import Cross, CrossState, reverse, weighting
 from hyperkron.cross.adjoint import NoAdjointError, adjoint
 from hyperkron.evaluation.point import Point
 
@@ -280,6 +281,34 @@ def test_where_it_would_be_wrong_another_way_is_taken(kind: type[nn.Module]) -> 
     assert result.solution is not None
     wanted = exact(model, hyper, result.solution.value)
     assert oracles.relative(-result.grads["logits"].double(), wanted) < 0.1
+
+
+class Centred(nn.Module):
+    """Subtracts the mean of the batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+@pytest.mark.parametrize("kind", ["frozen", "plain", "centred"])
+def test_a_layer_without_parameters_of_theta_that_mixes_examples_is_noticed(kind: str) -> None:
+    """Every pair of 512 examples mixes little, but all together a third of the cross term."""
+    torch.manual_seed(0)
+    mixing = Centred() if kind == "centred" else nn.BatchNorm1d(16, affine=kind == "frozen").requires_grad_(False)
+    model = nn.Sequential(nn.Linear(6, 16), mixing, nn.Tanh(), nn.Linear(16, 4)).bfloat16()
+    hyper, given = hk.SampleWeights(512), (torch.randn(512, 6), torch.randint(0, 4, (512,)), torch.arange(512))
+
+    def weighted(model: nn.Module, hyper: Any, batch: Any) -> hk.losses.Loss:
+        output = model(batch[0].to(model[0].weight.dtype))  # type: ignore[index]
+        return hk.losses.cross_entropy(output, batch[1], weight=hyper(batch[2]))
+
+    problem, generator = hk.BilevelProblem(weighted, weighted), torch.Generator().manual_seed(1)
+    v = {n: torch.randn(p.shape, generator=generator) for n, p in model.named_parameters() if p.requires_grad}
+    with Point(problem, model, hyper, given, given) as point:
+        found = Cross().term(point, {name: x.bfloat16() for name, x in v.items()}, None, CrossState())
+    with Point(problem, model.double(), hyper, given, given) as point:
+        wanted = reverse(point, {name: x.bfloat16().double() for name, x in v.items()})
+    assert oracles.relative(trees.map(Tensor.double, found), trees.map(Tensor.double, wanted)) < 0.02
 
 
 class Bounded(nn.Module):

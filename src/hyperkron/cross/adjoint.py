@@ -45,6 +45,8 @@ _LINEAR: WeakSet[nn.Module] = WeakSet()
 """Layers of other kinds that were found to be linear."""
 PROBES = (1.0, -1024.0)
 """A layer counts as linear if f(a; c v) = c f'(a; v) for these c, which differ in size and sign."""
+MAX_MIXING, MIXING_DRAWS = 0.05, 4
+"""The largest relative error of c' where examples contribute to each other's losses; draws of signs to estimate it."""
 WIDE_RATIO = 2
 """If a layer has at least this many times as many outputs as inputs, g is multiplied by v instead of the input."""
 
@@ -65,6 +67,21 @@ def adjoint(point: Point, v: Tree, form: str) -> Weighted:
         weights, losses = _by_example(_term(loss, form))
         changes = taps.backward(losses)
     return weighted_sum(point, v, [weights], [changes.to(weights.dtype)], read.decays)
+
+
+def mixes_examples(point: Point, v: Tree, form: str, changes: Tensor) -> bool:
+    """Whether examples contribute to each other's losses, as through the mean of a batch, so that c' is wrong.
+
+    The sum of all contributions is right even then. So for random signs r it is compared with Σ_n r_n c'_n.
+    """
+    taps, generator, gaps = _LayerHooks(point, v), torch.Generator().manual_seed(0), []
+    with taps.attached():
+        losses = example_losses(point.inner(), form)
+        for _ in range(MIXING_DRAWS):
+            signs = torch.randint(2, losses.shape, generator=generator, device="cpu").to(losses) * 2 - 1
+            found = taps.backward(losses * signs, retain_graph=True)
+            gaps.append((found - signs * changes).sum())
+    return not float(torch.stack(gaps).norm()) <= MAX_MIXING * MIXING_DRAWS**0.5 * float(changes.norm())
 
 
 def example_losses(loss: Loss, form: str) -> Tensor:
@@ -123,10 +140,10 @@ class _LayerHooks:
         """Itself: a layer that the loss copies has the hooks of the original."""
         return self
 
-    def backward(self, losses: Tensor) -> Tensor:
+    def backward(self, losses: Tensor, retain_graph: bool = False) -> Tensor:
         """c' of the examples with these ``losses``."""
         self.count, self.dtype, self.changes = len(losses), losses.dtype, [losses.new_zeros(len(losses)).detach()]
-        torch.autograd.grad(losses.sum(), [self.token], allow_unused=True)
+        torch.autograd.grad(losses.sum(), [self.token], retain_graph=retain_graph, allow_unused=True)
         return torch.stack(self.changes).sum(0)
 
     def _autocast(self) -> torch.dtype | None:

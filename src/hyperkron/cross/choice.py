@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hyperkron import trees
 from hyperkron.cross import weighting
-from hyperkron.cross.adjoint import adjoint, example_losses
+from hyperkron.cross.adjoint import adjoint, example_losses, mixes_examples
 from hyperkron.cross.precision import FLOAT32, FLOAT64, HALF, precision, tf32
 from hyperkron.cross.state import CrossState, Way, inner_key
 from hyperkron.cross.ways import difference, filled, forward_and_slope, half, moves_as_its_gradient, reverse, slope
@@ -346,7 +346,10 @@ class _Search:
         usual = HALF if in_half_precision(loss.value) else precision(point)
         agreement = ADJOINT_AGREEMENT if by_example else usual.agreement
         gap = weighting.disagreement(point, rows, self.v, found.changes)
-        return point.problem.group.all(gap <= max(5 * found.spread, agreement))
+        right = gap <= max(5 * found.spread, agreement)
+        if by_example and right:
+            right = not mixes_examples(point, self.v, found.way.form, found.changes)
+        return point.problem.group.all(right)
 
     def _tangent_is_slope(self, tangent: Tensor) -> bool:
         """Whether J_in's tangent along v is ⟨∂_θ J_in, v⟩; ``no_grad`` stops gradients, but not tangents."""
