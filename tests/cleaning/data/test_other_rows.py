@@ -17,7 +17,7 @@ TRAIN = {
 }
 OTHER = {"when": ["01/22/2023", "21/01/2023"], "town": ["Paris", "Rome"], "size": [1.25, 2.5], "label": ["a", "b"]}
 TOLD = [
-    "column 'when' holds '01/22/2023', taken as missing: numbers are expected.",
+    "column 'when' holds '01/22/2023', taken as missing: dates are expected.",
     "column 'town' holds 'Paris', which no training row has: the model learns nothing from it.",
 ]
 

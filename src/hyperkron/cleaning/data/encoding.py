@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -12,26 +11,22 @@ from itertools import accumulate
 from typing import Any, TypeAlias, get_args
 
 from hyperkron.cleaning.data.files import listing, np, several
-from hyperkron.cleaning.data.values import (
-    LARGEST,
-    Array,
-    Columns,
+from hyperkron.cleaning.data.number_forms import (
+    PLAIN,
     NumberForm,
-    Values,
-    category,
+    Written,
     day_of,
     detect_form,
-    extremes,
     form_note,
-    numbers,
+    looks_like_number,
     read_numbers,
 )
+from hyperkron.cleaning.data.values import LARGEST, Array, Columns, Values, category, extremes, numbers
 from hyperkron.solution import HyperkronError
 
 FORMAT = 1
 _STRANGE = 0.05  # a column with at most this part of values that are no numbers is one of numbers
 _LOST = 2**-10  # of the standard deviation: float32 may move no number further
-_AMOUNT = re.compile(r"(?=.*[€$£¥₹%])[€$£¥₹]?\s*[+-]?\s*[€$£¥₹]?[\d.,\s]*\d[\d.,]*\s*[€$£¥₹%]?")
 _WORDS = 5  # also one with this many different words at most, if two thirds are numbers and these differ
 
 
@@ -39,9 +34,9 @@ _WORDS = 5  # also one with this many different words at most, if two thirds are
 class Number:
     """A column of numbers: z = (x − mean) / scale over the training rows, 0 where x is missing.
 
-    ``flagged`` says that values were missing in training, so that an input of its own says where they are; ``form`` how
-    the numbers are written. ``offset`` is taken off before they become float32: not 0 only where numbers are so large
-    beside their differences, such as times in milliseconds, that float32 would lose these.
+    ``flagged`` says that values were missing in training, so that an input of its own says where they are; ``form`` and
+    ``unit`` how the numbers are written. ``offset`` is taken off before they become float32: not 0 only where numbers
+    are so large beside their differences, such as times in milliseconds, that float32 would lose these.
     """
 
     name: str
@@ -50,13 +45,19 @@ class Number:
     flagged: bool
     form: NumberForm = "plain"
     offset: float = 0.0
+    unit: str = ""
+
+    @property
+    def written(self) -> Written:
+        """How the cells are written."""
+        return Written(self.form, self.unit)
 
     @property
     def inputs(self) -> tuple[str, ...]:
         return (self.name,)
 
     def matrix(self, values: Values) -> Array:
-        return (read_numbers(values, self.form)[0] - self.offset)[:, None].astype(np.float32)
+        return (read_numbers(values, self.written)[0] - self.offset)[:, None].astype(np.float32)
 
     def cell(self, inputs: Array) -> float | str | None:
         """The number, or the day, that a row has here; None if it is missing."""
@@ -164,7 +165,8 @@ class TableEncoding:
         for column in self.columns:
             cells = columns[column.name]
             if isinstance(column, Number):
-                strange, why = read_numbers(cells, column.form)[1], "taken as missing: numbers are expected"
+                strange = read_numbers(cells, column.written)[1]
+                why = f"taken as missing: {column.written.expected()} are expected"
             else:
                 names = () if column.other else map(category, cells)
                 strange = [name for name in names if name is not None and name not in column.values]
@@ -241,8 +243,8 @@ def _column(entry: Mapping[str, Any]) -> Column:
         form = entry.get("form", "plain")
         if form not in get_args(NumberForm):
             raise ValueError(f"no form of numbers is called {form!r}")
-        offset = float(entry.get("offset", 0.0))
-        return Number(name, float(entry["mean"]), float(entry["scale"]), flagged, form, offset)
+        offset, unit = float(entry.get("offset", 0.0)), str(entry.get("unit", ""))
+        return Number(name, float(entry["mean"]), float(entry["scale"]), flagged, form, offset, unit)
     if entry["kind"] == "category":
         return Category(name, tuple(map(str, entry["values"])), bool(entry["other"]), flagged)
     raise ValueError(f"no kind of column is called {entry['kind']!r}")
@@ -251,9 +253,9 @@ def _column(entry: Mapping[str, Any]) -> Column:
 def _fit_column(name: str, values: Values, cap: int) -> tuple[Column | None, str]:
     """How one column is encoded, None if it is left out; and what to say about it."""
     found, strange = numbers(values)
-    form = detect_form(values, strange) if strange else "plain"
-    if form != "plain":
-        found, strange = read_numbers(values, form)
+    written = detect_form(values, strange)
+    if written != PLAIN:
+        found, strange = read_numbers(values, written)
     here = found[~np.isnan(found)]
     if len(here) + len(strange) == 0:
         if len(extreme := extremes(values)):
@@ -271,7 +273,7 @@ def _fit_column(name: str, values: Values, cap: int) -> tuple[Column | None, str
         if not flagged:
             return None, f"column {name!r} is {here[0]:g} in every training row and is left out."
         scale = 1.0
-    message = form_note(name, form, values)
+    message = form_note(name, written, values)
     if strange:
         message += (" " if message else "") + (
             f"column {name!r} holds numbers but for {several(len(strange), 'value')} taken as missing: "
@@ -279,9 +281,8 @@ def _fit_column(name: str, values: Values, cap: int) -> tuple[Column | None, str
         )
     moved = float(np.abs(here.astype(np.float32) - here).max())
     unit = 2.0 ** math.floor(math.log2(scale))  # taking off multiples of it is exact
-    return Number(
-        name, mean, scale, flagged, form, round(mean / unit) * unit if moved > _LOST * scale else 0.0
-    ), message
+    offset = round(mean / unit) * unit if moved > _LOST * scale else 0.0
+    return Number(name, mean, scale, flagged, written.form, offset, written.unit), message
 
 
 def _few_words(here: Array, strange: list[Any]) -> bool:
@@ -295,10 +296,10 @@ def _fit_category(name: str, values: Values, cap: int) -> tuple[Category | None,
     counts = Counter(text for text in texts if text is not None)
     flagged = None in texts
     if len(counts) > cap and 2 * len(counts) > counts.total():
-        if all(_AMOUNT.fullmatch(text) for text in counts):
+        if all(map(looks_like_number, counts)):
             return None, (
-                f"column {name!r} is left out: its values, such as {next(iter(counts))!r}, are numbers with a sign of "
-                "a currency or a percentage; remove the signs to learn from it as numbers."
+                f"column {name!r} is left out: its values, such as {listing(map(repr, counts), 3)}, are numbers or "
+                "dates in several units or forms; write all in one to learn from them."
             )
         return None, (
             f"column {name!r} is left out: {len(counts)} different values in {counts.total()} rows look like names or "

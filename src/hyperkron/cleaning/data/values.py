@@ -5,9 +5,9 @@ from __future__ import annotations
 import datetime
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hyperkron.cleaning.data.files import listing, np
 from hyperkron.solution import HyperkronError
@@ -44,7 +44,7 @@ def is_missing(value: Any) -> bool:
 
 
 def as_number(value: Any) -> float | None:
-    """The number a cell holds; NaN where it holds none; None where it holds something else.
+    """The number a cell holds, of a duration the days; NaN where it holds none; None where it holds something else.
 
     Example:
         >>> as_number("1e3"), as_number(True), as_number("n/a"), as_number("1_000"), as_number(-(10**400))
@@ -57,6 +57,8 @@ def as_number(value: Any) -> float | None:
     try:
         return float(value)
     except (TypeError, ValueError):
+        if isinstance(value, datetime.timedelta):
+            return value / datetime.timedelta(days=1)
         return {"true": 1.0, "false": 0.0}.get(str(value).strip().lower())
     except OverflowError:  # a whole number with more digits than a float can have
         return float("inf") if value > 0 else float("-inf")
@@ -199,111 +201,3 @@ def flags(values: Values, column: str) -> Array:
             f"{listing(map(repr, strange))}; correct these, or give the trusted rows as a second file."
         )
     return np.array([text in _TRUE for text in lowered], dtype=bool)
-
-
-NumberForm: TypeAlias = Literal["plain", "thousands", "decimal comma", "date", "date, day first"]
-"""How the cells of a column are read as numbers."""
-
-_THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}(,\d{3})+(\.\d+)?")
-_COMMA = re.compile(r"[+-]?(\d+|[1-9]\d{0,2}(\.\d{3})+)(,\d+)?")
-_TIME = r"(?:[ T]+(\d{1,2}):(\d{2})(?::(\d{2})(?:\.\d+)?)?(?: ?Z|[+-]\d{2}:?\d{2})?)?"
-_ISO = re.compile(r"(\d{4})[-/.](\d{1,2})[-/.](\d{1,2})" + _TIME)
-_OTHER = re.compile(r"(\d{1,2})[-/.](\d{1,2})[-/.](\d{4})" + _TIME)
-_EPOCH = datetime.datetime(1970, 1, 1)
-
-
-def read_numbers(values: Values, form: NumberForm = "plain") -> tuple[Array, list[Any]]:
-    """A column as float64, NaN where there is no number, and the cells that hold something else; dates in days.
-
-    Example:
-        >>> found, strange = read_numbers(["1,5", "2", "1.250,75", "?"], "decimal comma")
-        >>> found.tolist(), strange
-        ([1.5, 2.0, 1250.75, nan], ['?'])
-        >>> read_numbers(["1970-01-02", "03/01/1970"], "date, day first")[0].tolist()
-        [1.0, 2.0]
-    """
-    if form == "plain":
-        return numbers(values)
-    read: Callable[[Any, NumberForm], float | None] = _days if form.startswith("date") else _with_commas
-    listed = cells(values)
-    parsed = [float("nan") if is_missing(value) else read(value, form) for value in listed]
-    strange = [value for value, number in zip(listed, parsed, strict=True) if number is None]
-    found = np.array([np.nan if number is None else number for number in parsed], dtype=np.float64)
-    return np.where(np.abs(found) < LARGEST, found, np.nan), strange
-
-
-def detect_form(values: Values, strange: list[Any]) -> NumberForm:
-    """The form under which the fewest cells are no numbers; ``strange`` are those that are none as they stand."""
-    if not any(isinstance(value, datetime.date) or (isinstance(value, str) and _likely(value)) for value in strange):
-        return "plain"
-    best: NumberForm = "plain"
-    fewest, forms = len(strange), list(get_args(NumberForm)[1:])
-    if any(isinstance(value, str) and re.match(r"\d{1,2}\.\d", value.strip()) for value in strange):
-        forms.reverse()  # 31.12.2020: with points the day comes first
-    for form in forms:
-        count = len(read_numbers(values, form)[1])
-        if count < fewest:
-            best, fewest = form, count
-    return best
-
-
-def form_note(name: str, form: NumberForm, values: Values) -> str:
-    """What to say about a column that is not written plainly; nothing if it is."""
-    if form == "plain":
-        return ""
-    odd = [str(value) for value in cells(values) if as_number(value) is None]
-    readable = (value for value in odd if not read_numbers([value], form)[1])
-    example = max(readable, key=lambda value: (len(value), value))  # 31/12/2024 rather than 01/01/2024
-    number = read_numbers([example], form)[0][0]
-    if form.startswith("date"):
-        return f"column {name!r} holds dates, read as days: {example!r} is {day_of(float(number))}."
-    return f"column {name!r} holds numbers with commas: {example!r} is read as {number:.12g}."
-
-
-def _likely(value: str) -> bool:
-    text = value.strip()
-    return text[:1] in set("+-0123456789") and any(
-        pattern.fullmatch(text) for pattern in (_THOUSANDS, _COMMA, _ISO, _OTHER)
-    )
-
-
-def _with_commas(value: Any, form: NumberForm) -> float | None:
-    pattern, mark, point = (_THOUSANDS, ",", ".") if form == "thousands" else (_COMMA, ".", ",")
-    if isinstance(value, str) and pattern.fullmatch(value.strip()):
-        return float(value.replace(mark, "").replace(point, "."))
-    return as_number(value)
-
-
-def day_of(days: float) -> str:
-    """The date that is this many days after the first of January 1970.
-
-    Example:
-        >>> day_of(19047.6)
-        '2022-02-24'
-    """
-    return (_EPOCH + datetime.timedelta(days=days)).date().isoformat()
-
-
-def _days(value: Any, form: NumberForm) -> float | None:
-    """Days since 1970 of a date or a time; None of anything else."""
-    if isinstance(value, datetime.datetime):
-        moment = value.replace(tzinfo=None)
-    elif isinstance(value, datetime.date):
-        moment = datetime.datetime(value.year, value.month, value.day)
-    else:
-        text = str(value).strip()
-        found = _ISO.fullmatch(text)
-        other = None if found else _OTHER.fullmatch(text)
-        if found is not None:
-            year, month, day, *clock = found.groups()
-        elif other is not None:
-            one, two, year, *clock = other.groups()
-            month, day = (two, one) if form.endswith("day first") else (one, two)
-        else:
-            return None
-        try:
-            hour, minute, second = (int(part or 0) for part in clock)
-            moment = datetime.datetime(int(year), int(month), int(day), hour, minute, second)
-        except ValueError:
-            return None
-    return (moment - _EPOCH).total_seconds() / 86400

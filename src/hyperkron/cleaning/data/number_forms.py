@@ -1,0 +1,231 @@
+"""Columns of numbers as people write them: decimal commas, thousands, currencies, percentages and dates."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from hyperkron.cleaning.data.files import np
+from hyperkron.cleaning.data.values import LARGEST, Array, Values, as_number, cells, is_missing, numbers
+
+NumberForm: TypeAlias = Literal["plain", "thousands", "decimal comma", "date", "date, day first"]
+"""How the cells of a column are read as numbers."""
+
+
+class Written(NamedTuple):
+    """How a column writes its numbers.
+
+    Attributes:
+        form: which mark is the decimal one, or how dates are written.
+        unit: the sign of a currency, or ``%``, that cells carry; all of one column carry the same one.
+    """
+
+    form: NumberForm = "plain"
+    unit: str = ""
+
+    def expected(self) -> str:
+        """What a cell holds."""
+        return "dates" if self.form.startswith("date") else f"numbers with {self.unit}" if self.unit else "numbers"
+
+
+PLAIN = Written()
+_THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}(,\d{3})+(\.\d+)?")
+_COMMA = re.compile(r"[+-]?(\d+|[1-9]\d{0,2}(\.\d{3})+)(,\d+)?")
+_POINTS = re.compile(r"[+-]?[1-9]\d{0,2}(\.\d{3})+")
+_HUNDREDS = re.compile(r"[+-]?\d{1,3}")
+_SPACED = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:[ \u00a0\u2009\u202f'’]\d{3})+(?!\d)")
+_AMOUNT = re.compile(r"([+-]?)\s*([€$£¥₹]?)\s*([+-]?\s*[\d.,]*\d[.,]?)\s*([€$£¥₹%]?)")
+_MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
+_TIME = r"(?:,?[ T]+(\d{1,2}):(\d{2})(?::(\d{2})(?:\.\d+)?)?(?: ?([AaPp])\.?[Mm]\.?)?(?: ?Z|[+-]\d{2}:?\d{2})?)?"
+_DATES = tuple(
+    re.compile(date + _TIME)
+    for date in (
+        r"(?P<year>\d{4})[-/.](?P<month>\d{1,2})[-/.](?P<day>\d{1,2})",
+        r"(?P<one>\d{1,2})[-/.](?P<two>\d{1,2})[-/.](?P<year>\d{4})",
+        r"(?P<one>\d{2})\.(?P<two>\d{2})\.(?P<year>\d{2})",
+        r"(?P<one>\d{1,2})/(?P<two>\d{1,2})/(?P<year>\d{2})",
+        r"(?P<day>\d{1,2})[-. ] ?(?P<month>[A-Za-z]{3,9})\.?[-, ] ?(?P<year>\d{4}|\d{2})",
+        r"(?P<month>[A-Za-z]{3,9})\.? (?P<day>\d{1,2}),? (?P<year>\d{4})",
+    )
+)
+_PIVOT = 30  # a year of two digits from here on is one of the last century, as in spreadsheets
+_LEAST = 3  # numbers of three digits that a column of whole numbers with points for thousands has
+_EPOCH = datetime.datetime(1970, 1, 1)
+
+
+def read_numbers(values: Values, written: Written = PLAIN) -> tuple[Array, list[Any]]:
+    """A column as float64, NaN where there is no number, and the cells that hold something else; dates in days.
+
+    Example:
+        >>> found, strange = read_numbers(["1,5", "2", "1.250,75", "?"], Written("decimal comma"))
+        >>> found.tolist(), strange
+        ([1.5, 2.0, 1250.75, nan], ['?'])
+        >>> read_numbers(["1970-01-02", "03/01/1970", "4 Jan 70"], Written("date, day first"))[0].tolist()
+        [1.0, 2.0, 3.0]
+        >>> read_numbers(["$1,250", "$ 3.50", "($2)", "€1"], Written("thousands", "$"))
+        (array([1250. ,    3.5,   -2. ,    nan]), ['€1'])
+    """
+    if written == PLAIN:
+        return numbers(values)
+    listed = cells(values)
+    parsed = [float("nan") if is_missing(value) else _read(value, written) for value in listed]
+    strange = [value for value, number in zip(listed, parsed, strict=True) if number is None]
+    found = np.array([np.nan if number is None else number for number in parsed], dtype=np.float64)
+    return np.where(np.abs(found) < LARGEST, found, np.nan), strange
+
+
+def detect_form(values: Values, strange: Sequence[Any]) -> Written:
+    """How a column writes its numbers: so that the fewest cells are none; ``strange`` are none as they stand.
+
+    A column of several currencies, or of percentages and other amounts, is not read as numbers.
+    """
+    texts = {value for value in strange if isinstance(value, str)}
+    dated = any(isinstance(value, datetime.date) for value in strange)
+    if strange and not dated and not any(map(looks_like_number, texts)):
+        return PLAIN
+    units = {_bare(value)[1] for value in texts} - {""}
+    if len(units) > 1:
+        return PLAIN
+    unit = "".join(units)
+    if _points_separate_thousands(values, unit):
+        return Written("decimal comma", unit)
+    dates: list[NumberForm] = ["date", "date, day first"]
+    if any(re.match(r"\d{1,2}\.\d", value.strip()) for value in texts):
+        dates.reverse()  # 31.12.2020: with points the day comes first
+    best, fewest = PLAIN, len(strange)
+    for written in (Written("thousands", unit), Written("decimal comma", unit), *map(Written, dates)):
+        count = len(read_numbers(values, written)[1]) if fewest else 0
+        if count < fewest:
+            best, fewest = written, count
+    return best
+
+
+def looks_like_number(value: Any) -> bool:
+    """Whether a cell that is no number as it stands is one, or a date, in some form."""
+    if not isinstance(value, str):
+        return isinstance(value, datetime.date)
+    unit = _bare(value)[1]
+    return any(pattern.fullmatch(value.strip()) for pattern in _DATES) or any(
+        _amount(value, form, unit) is not None for form in ("thousands", "decimal comma")
+    )
+
+
+def form_note(name: str, written: Written, values: Values) -> str:
+    """What to say about a column that is not written plainly; nothing if it is."""
+    if written == PLAIN:
+        return ""
+    listed = [value for value in cells(values) if not is_missing(value)]
+    readable = (
+        (str(value), number) for value in listed if (number := _read(value, written)) not in (None, as_number(value))
+    )
+    example, number = max(readable, key=lambda pair: (len(pair[0]), pair[0]))  # 31/12/2024 rather than 01/01/2024
+    if written.form.startswith("date"):
+        return f"column {name!r} holds dates, read as days: {example!r} is {day_of(number)}."
+    return f"column {name!r} holds numbers with signs or separators: {example!r} is read as {number:.12g}."
+
+
+def day_of(days: float) -> str:
+    """The date that is this many days after the first of January 1970.
+
+    Example:
+        >>> day_of(19047.6)
+        '2022-02-24'
+    """
+    return (_EPOCH + datetime.timedelta(days=days)).date().isoformat()
+
+
+def _read(value: Any, written: Written) -> float | None:
+    if written.form.startswith("date"):
+        return _days(value, written.form)
+    return _amount(value, written.form, written.unit)
+
+
+def _points_separate_thousands(values: Values, unit: str) -> bool:
+    """Whether 14.780 is a whole number: a point is before every three digits of all large ones, and 780 has none.
+
+    Amounts of money need no such small ones beside them: they have no three decimals.
+    """
+    small, large = set(), set()
+    for value in values if isinstance(values, list) else ():
+        text = _bare(value)[0] if isinstance(value, str) else ""
+        if _POINTS.fullmatch(text):
+            large.add(text)
+        elif _HUNDREDS.fullmatch(text):
+            small.update([text] if len(text.lstrip("+-")) == 3 else [])
+        elif not is_missing(value):
+            return False
+    return bool(large) if unit not in ("", "%") else min(len(small), len(large)) >= _LEAST
+
+
+def _bare(value: str) -> tuple[str, str]:
+    """A number without the sign of a currency or a percentage, spaces and apostrophes; and that sign.
+
+    Example:
+        >>> _bare("-€ 1 250,75"), _bare("($3.50)"), _bare("12 %"), _bare("12 kg")
+        (('-1250,75', '€'), ('-3.50', '$'), ('12', '%'), ('12 kg', ''))
+    """
+    text = _SPACED.sub(lambda found: re.sub(r"\D", "", found[0]), value.strip().replace("\u2212", "-"))
+    inner = text[1:-1] if text[:1] == "(" and text[-1:] == ")" and not text[1:].lstrip().startswith(("+", "-")) else ""
+    found = _AMOUNT.fullmatch(inner.strip() or text)
+    if found is None:
+        return value.strip(), ""
+    sign, before, number, after = found.groups()
+    number = number.replace(" ", "")
+    if (sign and number[0] in "+-") or (before and after):
+        return value.strip(), ""
+    return ("-" if inner else sign) + number, before + after
+
+
+def _amount(value: Any, form: NumberForm, unit: str) -> float | None:
+    """The number of a cell; None if it is of another unit, or a bare number where percentages are expected."""
+    if not isinstance(value, str):
+        return None if unit == "%" else as_number(value)
+    text, found = _bare(value)
+    if found != unit and (found or unit == "%"):
+        return None
+    pattern, mark, point = (_THOUSANDS, ",", ".") if form == "thousands" else (_COMMA, ".", ",")
+    if pattern.fullmatch(text):
+        return float(text.replace(mark, "").replace(point, "."))
+    return as_number(text)
+
+
+def _days(value: Any, form: NumberForm) -> float | None:
+    """Days since 1970 of a date or a time; None of anything else."""
+    if isinstance(value, datetime.datetime):
+        moment = value.replace(tzinfo=None)
+    elif isinstance(value, datetime.date):
+        moment = datetime.datetime(value.year, value.month, value.day)
+    else:
+        text = str(value).strip()
+        found = next((match for pattern in _DATES if (match := pattern.fullmatch(text))), None)
+        try:
+            moment = _EPOCH if found is None else _moment(found, form)
+        except ValueError:
+            return None
+        if found is None:
+            return None
+    return (moment - _EPOCH).total_seconds() / 86400
+
+
+def _moment(found: re.Match[str], form: NumberForm) -> datetime.datetime:
+    """The time that a date in one of the forms names; a ValueError where there is no such day."""
+    parts = found.groupdict()
+    *_, hour, minute, second, half = found.groups()
+    year = int(parts["year"])
+    if len(parts["year"]) == 2:
+        year += 1900 if year >= _PIVOT else 2000
+    if "month" in parts:
+        day, name = int(parts["day"]), parts["month"]
+        month = int(name) if name.isdecimal() else 1 + _MONTHS.index(name[:3].lower())
+    else:
+        month, day = int(parts["one"]), int(parts["two"])
+        if form.endswith("day first"):
+            month, day = day, month
+    hours = int(hour or 0)
+    if half:
+        if not 1 <= hours <= 12:
+            raise ValueError("no hour of half a day")
+        hours = hours % 12 + 12 * (half in "Pp")
+    return datetime.datetime(year, month, day, hours, int(minute or 0), int(second or 0))

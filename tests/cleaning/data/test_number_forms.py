@@ -1,0 +1,136 @@
+"""Columns of numbers and dates as people and spreadsheets write them."""
+
+from __future__ import annotations
+
+import datetime
+
+import numpy as np
+import pytest
+
+from hyperkron.cleaning.data import TableEncoding, read, read_pair
+from hyperkron.cleaning.data.number_forms import PLAIN, Written, day_of, detect_form, read_numbers
+
+AMOUNTS = [float(v) for v in (-7, 0, 12.5, 780, 999.25, 1234.5, 14780, 2500000)]
+
+
+def english(value: float) -> str:
+    return f"{value:,.2f}"
+
+
+def german(value: float) -> str:
+    return english(value).translate(str.maketrans(",.", ".,"))
+
+
+WRITTEN = {
+    "dollars": [f"${english(v)}".replace("$-", "-$") for v in AMOUNTS],
+    "dollars with a space": [f"$ {english(v)}" for v in AMOUNTS],
+    "euros after": [f"{german(v)} €" for v in AMOUNTS],
+    "percentages": [f"{v}%" for v in AMOUNTS],
+    "percentages with commas": [f"{v} %".replace(".", ",") for v in AMOUNTS],
+    "negative in parentheses": [f"({english(-v)})" if v < 0 else english(v) for v in AMOUNTS],
+    "a minus of typography": [english(v).replace("-", "\u2212") for v in AMOUNTS],
+    "spaces": [english(v).replace(",", " ") for v in AMOUNTS],
+    "narrow spaces and commas": [english(v).replace(",", "\u202f").replace(".", ",") for v in AMOUNTS],
+    "apostrophes": [english(v).replace(",", "'") for v in AMOUNTS],
+    "some without the sign": [f"£{v}" if i % 2 else str(v) for i, v in enumerate(AMOUNTS)],
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_amounts_are_read_as_numbers_and_an_example_is_told(name: str) -> None:
+    encoding, messages = TableEncoding.fit({"c": WRITTEN[name]})
+    np.testing.assert_array_equal(encoding.matrix({"c": WRITTEN[name]})[:, 0], np.float32(AMOUNTS))
+    assert "holds numbers with signs or separators" in messages[0] and " is read as " in messages[0]
+    again = TableEncoding.from_json(encoding.to_json())
+    assert again == encoding
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        ["$1", "€2", "$3", "€4"],  # two currencies
+        ["5%", "0.06", "7%", "0.08"],  # shares among percentages
+        ["12 kg", "13 kg", "14 kg", "15 kg"],
+        ["555-123", "555-124", "+ -5", "--6"],
+        ["030 123 456", "030 123 457", "030 124 456", "040 123 456"],  # a leading zero: no number
+        ["$5%", "$6%", "$7%", "$8%"],
+    ],
+)
+def test_other_cells_stay_names(values: list[str]) -> None:
+    encoding, _ = TableEncoding.fit({"c": values})
+    assert encoding.names == tuple(f"c={value}" for value in values)
+
+
+def test_amounts_of_another_unit_in_other_rows_are_missing_and_told() -> None:
+    rates, prices = [f"{v}%" for v in range(20)], [f"${v}" for v in range(20)]
+    encoding, _ = TableEncoding.fit({"rate": rates, "price": prices})
+    other = {"rate": ["7 %", "0.07", 0.07], "price": ["$7", "7", "€7"]}
+    np.testing.assert_array_equal(encoding.matrix(other), [[7, 7], [np.nan, 7], [np.nan, np.nan]])
+    assert encoding.surprises(other) == [
+        "column 'rate' holds '0.07', taken as missing: numbers with % are expected.",
+        "column 'price' holds '€7', taken as missing: numbers with $ are expected.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [
+        (["780", "14.780", "512", "1.234.567", "999", "2.500"], Written("decimal comma")),
+        (["14.780 €", "2.500 €"], Written("decimal comma", "€")),  # money has no three decimals
+        (["14.780 %", "2.500 %"], Written("thousands", "%")),
+        (["14.780", "2.500", "1.125", "3.375"], PLAIN),  # may be decimals
+        (["780", "14.780", "512", "0.125", "999", "2.500"], PLAIN),
+        (["780", "14.780", "512", "2.5", "999", "2.500"], PLAIN),
+        (["780", "14.780", "512", "2500", "999", "2.500"], PLAIN),
+        (["0", "14.780", "1", "2.500", "2", "1.125"], PLAIN),
+    ],
+)
+def test_points_between_thousands(values: list[str], found: Written) -> None:
+    assert detect_form(values, read_numbers(values)[1]) == found
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        "%Y-%m-%d",
+        "%d.%m.%y",
+        "%m/%d/%y",
+        "%d/%m/%y",
+        "%d %b %Y",
+        "%d. %B %Y",
+        "%d-%b-%y",
+        "%b %d, %Y",
+        "%m/%d/%Y %I:%M %p",
+        "%b %d, %Y, %I:%M %p",
+    ],
+)
+def test_dates(form: str) -> None:
+    """Also months by their English names, years of two digits, and hours of half a day; a column of them is no text."""
+    days = [datetime.datetime(1999, 5, 31) + datetime.timedelta(hours=1000 * i + 12) for i in range(40)]
+    written = [day.strftime(form) for day in days]
+    table = {"when": written, "size": list(range(40)), "label": ["a", "b"] * 20}
+    train = read(table)
+    assert train.kind == "table" and train.encoding is not None
+    assert [column.name for column in train.encoding.columns] == ["when", "size"]
+    exact = [
+        (datetime.datetime.strptime(text, form) - datetime.datetime(1970, 1, 1)).total_seconds() for text in written
+    ]
+    np.testing.assert_array_equal(train.inputs[:, 0], np.float32(np.array(exact) / 86400))
+    assert any("holds dates, read as days" in message for message in train.messages)
+
+
+def test_what_is_no_date() -> None:
+    strange = ["31.02.2023", "13 Foo 2023", "13/13/2023", "04/20/2023 13:00 PM", "1.2.10", "23-12-31"]
+    for form in ("date", "date, day first"):
+        assert read_numbers(strange, Written(form))[1] == strange
+    days = read_numbers(["1/2/29", "1/2/30", "1/2/99"], Written("date"))[0]
+    assert [day_of(float(day)) for day in days] == ["2029-01-02", "1930-01-02", "1999-01-02"]
+
+
+def test_durations_are_days() -> None:
+    pandas = pytest.importorskip("pandas")
+    took = pandas.to_timedelta([12, 36, None, 48], unit="h")
+    frame = pandas.DataFrame({"took": took, "size": [1, 2, 3, 4], "label": [0, 1, 0, 1]})
+    train, trusted = read_pair(frame, frame.assign(took=frame.took * 2, size=[4, 3, 2, 1]))
+    np.testing.assert_array_equal(train.inputs[:, 0], [0.5, 1.5, np.nan, 2])
+    np.testing.assert_array_equal(trusted.inputs[:, 0], [1, 3, np.nan, 4])
