@@ -7,8 +7,11 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# 97.5 % points of Student's t by degrees of freedom
-_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+_STUDENT = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131),
+    *(2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
+)
+"""97.5 % points of Student's t by degrees of freedom; beyond 30 the last one serves, which is a little wide."""
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -17,11 +20,13 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     Example:
         >>> tuple(round(x, 3) for x in interval([1.0, 2.0, 3.0]))
         (2.0, 2.484)
+        >>> round(interval([0.0, 1.0] * 8)[1], 3)
+        0.275
     """
     mean = statistics.fmean(values)
     if len(values) < 2:
         return mean, math.nan
-    t = _STUDENT[len(values) - 2] if len(values) - 2 < len(_STUDENT) else 1.96
+    t = _STUDENT[min(len(values) - 1, len(_STUDENT)) - 1]
     return mean, t * statistics.stdev(values) / math.sqrt(len(values))
 
 

@@ -39,9 +39,21 @@ NOTE = (
 )
 
 
-def _accuracy(cell: dict[str, Any] | None, key: str = "test") -> list[float]:
-    """In percent, of the runs that did not fail."""
-    return [] if cell is None else [100 * run[key] for run in cell["runs"] if not run["failed"]]
+def _by_seed(cell: dict[str, Any] | None) -> dict[int, float]:
+    """Test accuracy in percent, of the runs that did not fail."""
+    return {} if cell is None else {run["seed"]: 100 * run["test"] for run in cell["runs"] if not run["failed"]}
+
+
+def _accuracy(cell: dict[str, Any] | None) -> list[float]:
+    """The same without the seeds."""
+    return [*_by_seed(cell).values()]
+
+
+def _difference(before: dict[str, Any] | None, after: dict[str, Any] | None) -> Difference | None:
+    """Accuracy of ``after`` less that of ``before``, over the seeds of which both have a run that did not fail."""
+    a, b = _by_seed(before), _by_seed(after)
+    seeds = [seed for seed in a if seed in b]
+    return Difference.of([a[seed] for seed in seeds], [b[seed] for seed in seeds])
 
 
 def hardly_moved(cell: dict[str, Any]) -> bool:
@@ -178,7 +190,7 @@ def verdict(result: Result) -> Judgement:
         text = f"Only trials of 20 epochs at IF 100 are finished. The best of each, by held-out accuracy: {best}."
         return Judgement(Verdict.NOT_RUN, text)
     pairs = {x: (of.get(f"{SAMA}, printed"), of.get(f"{KFAC}, printed")) for x, of in found.items()}
-    gaps = {x: gap for x, (a, b) in pairs.items() if (gap := Difference.of(_accuracy(a), _accuracy(b))) is not None}
+    gaps = {x: gap for x, (a, b) in pairs.items() if (gap := _difference(a, b)) is not None}
     base = {x: (_accuracy(of.get("Base, own")), _printed("Base").get(float(x))) for x, of in found.items()}
     known = {x: statistics.fmean(ours) - target for x, (ours, target) in base.items() if ours and target is not None}
     text = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -299,14 +300,23 @@ def test_trials_come_before_the_runs_that_need_them_and_the_best_is_taken(tmp_pa
     assert {t.imbalance for t in later} == {200, 100, 50, 20, 10}
 
 
-def test_one_imbalance_is_done_before_the_others_and_plain_losses_have_published_numbers(tmp_path: Path) -> None:
+def test_what_the_verdict_compares_comes_first_and_plain_losses_have_published_numbers(tmp_path: Path) -> None:
     job = _job(tmp_path)
+    judged = job.settings.imbalances[: long_tail.LEAST_CASES]
     order = [*dict.fromkeys((t.imbalance, t.method) for t in long_tail.missing(job) if t.epochs == 100)]
-    main = {(100, name) for name in long_tail.MAIN}
-    assert set(order[: len(main)]) == main  # both arms of all that is printed, for all seeds
-    assert order[len(main) :][: len(long_tail.LOSSES)] == [(100, name) for name in long_tail.LOSSES]
+    compared = [(x, name) for x in judged for name in long_tail.COMPARED]
+    assert order[: len(compared)] == compared  # before plain runs and losses
+    rest = order[len(compared) :]
+    assert rest[: len(judged)] == [(x, "Base") for x in judged]
+    assert rest[len(judged) :][: len(long_tail.LOSSES)] == [(100, name) for name in long_tail.LOSSES]
     losses = {t.method: t.value for t in long_tail.missing(job) if METHODS[t.method].make is None}
     assert losses == {name: METHODS[name].usual for name in ("Base", *long_tail.LOSSES)}
+
+
+def test_only_what_the_verdict_compares_gets_more_than_three_seeds(tmp_path: Path) -> None:
+    job = replace(_job(tmp_path), seeds=(1, 2, 3, 4))
+    of = {seed: {t.method for t in long_tail.missing(job) if t.seed == seed and t.epochs == 100} for seed in job.seeds}
+    assert of[4] == {*long_tail.COMPARED} and of[3] > of[4]
 
 
 @pytest.mark.long
@@ -341,7 +351,8 @@ def _result(
 ) -> Result:
     def cell(accuracy: list[float], **more: Any) -> dict[str, Any]:
         run = {"failed": "", "held_out": 0.5, "per_class": [0.9, 0.4], **more}
-        return {"value": 1e-5, "edge": False, "runs": [{**run, "test": x} for x in accuracy]}
+        runs = [{"seed": seed, **run, "test": x} for seed, x in enumerate(accuracy, start=1)]
+        return {"value": 1e-5, "edge": False, "runs": runs}
 
     curves = {"first_weights": [1.0] * 41, "last_weights": [1.5] * 41, "class_weights": [0.5, 2.0], "outer_steps": 9}
     learned = {"moved": moved, **curves}
@@ -389,6 +400,15 @@ def test_no_verdict_without_seeds_or_motion_and_none_for_a_base_that_is_far_off(
     still = long_tail_page.verdict(_result(ABOVE, BELOW, moved=0.01))
     assert still.verdict is Verdict.REFUSED and "initial weight network" in still.because
     assert long_tail_page.verdict(_result(ABOVE, BELOW, base=0.6)).verdict is Verdict.FAILED
+
+
+@pytest.mark.parametrize("lost", ["failed", "missing"])
+def test_runs_are_compared_with_those_of_the_same_seed(lost: str) -> None:
+    result = _result([0.60, 0.70, 0.80, 0.90], [0.59, 0.69, 0.79, 0.89])
+    for of in result.figures["found"].values():
+        runs = of["MWN + SAMA, printed"]["runs"]
+        runs[:1] = [{"seed": 1, "failed": "diverged"}] if lost == "failed" else []
+    assert "IF 100 +1.0 ± 0.0 (3 seeds)" in long_tail_page.verdict(result).because
 
 
 def test_cells_say_how_ours_compares() -> None:
