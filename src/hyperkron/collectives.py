@@ -168,9 +168,12 @@ class Group:
         """Numbers that a rank has of a tensor of this shape, the last rows filled up."""
         return -(-shape[0] // self.size) * shape[1:].numel()
 
-    def lists(self, index: Tensor) -> Tensor:
-        """The whole numbers of all ranks, (ranks, longest), filled up with −1."""
-        lengths = [int(n) for (n,) in self.numbers(len(index))]
+    def lists(self, index: Tensor | None) -> Tensor | None:
+        """The whole numbers (int64) of all ranks, (ranks, longest), filled up with −1; ``None`` on all ranks if one has
+        none to give."""
+        lengths = [int(n) for (n,) in self.numbers(-1 if index is None else len(index))]
+        if index is None or min(lengths) < 0:
+            return None
         own = index.new_full((max(lengths),), -1)
         own[: len(index)] = index
         return self.gather(own)

@@ -24,12 +24,12 @@ _SHORT = (torch.uint8, torch.int8, torch.int16, torch.uint16, torch.uint32)
 
 def _rows(values: Tensor, index: Any, group: Group | None = None) -> Tensor:
     """``values[index]``, sharded over ``group`` if there is one, with an error that says which numbers there are."""
-    if isinstance(index, Tensor) and index.dtype in _SHORT:
-        index = index.long()
     try:
+        if group is not None:
+            return taken(group, values, index)
         if index is None:  # which adds a dimension
             raise IndexError("it is None")
-        found: Tensor = values[index] if group is None else taken(group, values, index)
+        found: Tensor = values[index.long() if isinstance(index, Tensor) and index.dtype in _SHORT else index]
     except IndexError as error:
         raise HyperkronError(
             f"index does not fit {len(values)} rows of λ ({error}); give whole numbers from 0 to {len(values) - 1}."

@@ -76,17 +76,21 @@ def _own(x: Any) -> Tensor:
     return make_dual(rows.detach(), local(x.tangent).to(rows.dtype)) if hasattr(x, "tangent") else rows
 
 
-def taken(group: Group, x: Tensor, index: Tensor) -> Tensor:
+def taken(group: Group, x: Tensor, index: Any) -> Tensor:
     """The rows ``index`` of a sharded vector, whichever ranks hold them; every rank has its own ``index``.
 
-    What is sent does not depend on the length of the vector: the numbers of rows, and a value for each of them.
+    What is sent does not depend on the length of the vector: the numbers of rows, and a value for each of them. An
+    index that does not fit on one rank is an ``IndexError`` on all of them.
     """
-    if index.is_floating_point():
-        raise IndexError(f"it is {index.dtype}")
-    flat = index.reshape(-1)
-    if flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < len(x):
-        raise IndexError(f"index runs from {int(flat.min())} to {int(flat.max())} in a vector of {len(x)} rows")
+    wrong, flat = IndexError("another process was given an index that does not fit"), None
+    try:
+        index = _numbers(index, len(x))
+        flat = index.reshape(-1)
+    except IndexError as error:
+        wrong = error
     table, like = group.lists(flat), x.detach()
+    if table is None or flat is None:
+        raise wrong
     rows = own_rows(len(x), group.rank, group.size)
     mine = (table >= rows.start) & (table < rows.stop)  # of all ranks' rows, those that this rank holds
 
@@ -102,3 +106,17 @@ def taken(group: Group, x: Tensor, index: Tensor) -> Tensor:
 
     (found,) = LinearMap.apply(taken_rows, put_back, False, x)
     return found[: flat.numel()].reshape(index.shape)
+
+
+def _numbers(index: Any, count: int) -> Tensor:
+    """The numbers of rows that ``index`` gives, which may be a mask over all of them."""
+    if not isinstance(index, Tensor):
+        raise IndexError(f"it is a {type(index).__name__}, not a tensor")
+    if index.is_floating_point():
+        raise IndexError(f"it is {index.dtype}")
+    if index.dtype == torch.bool:
+        index = torch.arange(count, device=index.device)[index]
+    index = index.long()
+    if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < count:
+        raise IndexError(f"index runs from {int(index.min())} to {int(index.max())} in a vector of {count} rows")
+    return index

@@ -134,7 +134,7 @@ class _Divided:
         device = next(model.parameters()).device
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("collectives of several processes are not recorded")
-        part = _part(batch, self.group, self.level) if self.divide else batch
+        part = _part(batch, self.group, self.level) if self.divide else _own_part(batch, self.group, self.level)
         if not self.checked:
             self._check(model, hyper, batch, part)
         both = Both(model, hyper)
@@ -225,6 +225,17 @@ def _part(batch: Any, group: Group, level: str) -> Any:
         )
     begin, end = (count * rank // group.size for rank in (group.rank, group.rank + 1))
     return map_tensors(lambda x: x[begin:end] if x.dim() > 0 else x, batch)
+
+
+def _own_part(batch: Any, group: Group, level: str) -> Any:
+    """The batch that this rank was given, refused if it has no examples."""
+    if any(x.dim() and not len(x) for _, x in tensors_of("", batch)):
+        raise HyperkronError(
+            f"process {group.rank} was given an empty batch of {level}, but each of the {group.size} processes needs "
+            "examples at every evaluation, and the others wait for it; give them batches of nearly one size, as "
+            "torch.utils.data.DistributedSampler does, and drop the last batch on all of them alike."
+        )
+    return batch
 
 
 def _sums(batch: Any) -> list[float]:

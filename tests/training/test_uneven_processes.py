@@ -1,0 +1,83 @@
+"""Two processes of which one is given data that do not fit: what both of them say."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hyperkron as hk
+import parallel_runs
+
+
+def _inner(model: nn.Module, weights: nn.Module, batch: Any) -> torch.Tensor:
+    return (nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none") * weights(batch[2])).mean()
+
+
+def _outer(model: nn.Module, weights: nn.Module, batch: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def _batch(count: int) -> tuple[torch.Tensor, ...]:
+    return torch.ones(count, 4), torch.zeros(count, dtype=torch.int64), torch.arange(count)
+
+
+def wrong_data(rank: int, folder: Path) -> None:
+    """Writes down what process ``rank`` says; the second one is given the wrong data."""
+    problem = hk.training.DataParallel(hk.BilevelProblem(_inner, _outer), divide=False)
+    sharded = hk.SampleWeights(10, group=problem.group)
+    for i, wrong in enumerate((torch.tensor([1, 10]), torch.tensor([0.5]), None, torch.ones(4, dtype=torch.bool))):
+        message = parallel_runs.refused(lambda wrong=wrong: sharded(wrong if rank == 1 else torch.tensor([3])))  # type: ignore[misc]
+        (folder / f"index {i} {rank}").write_text(message)
+    other_dtypes = sharded(torch.tensor([9, 3], dtype=(torch.int32, torch.uint8)[rank]))
+    mask = sharded(torch.arange(10) > 6 + rank)
+    assert other_dtypes.shape == (2,) and mask.shape == (3 - rank,)
+    torch.manual_seed(0)
+    model, weights, counts = nn.Linear(4, 3), hk.SampleWeights(10), iter([6, 6, 6 - 6 * rank])
+    (folder / f"empty {rank}").write_text(
+        parallel_runs.refused(
+            lambda: hk.fit(
+                problem, model, weights, hk.AID(hk.identity(), 1), lambda: _batch(next(counts)), _batch(5), steps=3
+            )
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two")
+    here = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
+    }
+    code = (
+        "import sys; from pathlib import Path; import torch, parallel_runs, test_uneven_processes as test\n"
+        "torch.set_num_threads(1); folder = Path(sys.argv[1])\n"
+        "started = parallel_runs.started(2, lambda rank: test.wrong_data(rank, folder), folder)\n"
+        "sys.exit(any(parallel_runs.exit_codes(started)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(folder)], env=here, text=True, timeout=300, check=False)
+    assert done.returncode == 0, [(folder / f"errors-{rank}").read_text()[-2000:] for rank in range(2)]
+    return folder
+
+
+@pytest.mark.parametrize("case", range(4))
+def test_an_index_that_does_not_fit_on_one_process_is_an_error_on_both(said: Path, case: int) -> None:
+    why = ["index runs from 1 to 10", "torch.float32", "not a tensor", "mask"][case]
+    first, second = ((said / f"index {case} {rank}").read_text() for rank in range(2))
+    assert "another process was given an index that does not fit" in first
+    assert "does not fit 10 rows of λ" in second and why in second
+
+
+def test_an_empty_batch_on_one_process_says_what_to_give_instead(said: Path) -> None:
+    """It was told to skip the batch, which would leave the others alone, or to look for nan."""
+    first, second = ((said / f"empty {rank}").read_text() for rank in range(2))
+    assert "process 1 was given an empty batch of inner" in second and "DistributedSampler" in second
+    assert "another process has ended" in first and "its own message says why" in first
