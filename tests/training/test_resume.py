@@ -74,12 +74,15 @@ def test_a_chain_of_resumed_runs_is_the_uninterrupted_one(tmp_path: Path) -> Non
     ],
     ids=["plateau", "lambda", "one cycle", "sequential"],
 )
-def test_any_schedule_continues(schedule: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tensor", [False, True])
+def test_any_schedule_continues(schedule: Any, tensor: bool, tmp_path: Path) -> None:
+    """Also one that writes to the memory of a learning rate, which was taken for another setting."""
     problem = Quadratic()
 
     def prepare(steps: int) -> hk.Run:
         model, hyper = problem.modules()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+        lr = torch.tensor(0.1, dtype=torch.float64) if tensor else 0.1
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.5)
         updates = hk.algorithms.Updates(optimizer, schedule(optimizer))
         data = problem.data()
         return hk.fit(
@@ -118,7 +121,7 @@ def test_all_random_states_are_restored() -> None:
 PROBLEM = Quadratic()
 
 
-def quadratic(steps: int = 0, algorithm: Any = None, callbacks: Any = (), lr: float = 0.1, **options: Any) -> hk.Run:
+def quadratic(steps: int = 0, algorithm: Any = None, callbacks: Any = (), lr: Any = 0.1, **options: Any) -> hk.Run:
     model, hyper = PROBLEM.modules(**options)
     inner, outer = ([x.to(model.weight.dtype) for x in part] for part in PROBLEM.data())
     return hk.fit(
@@ -148,6 +151,13 @@ def test_a_changed_configuration_is_refused_with_a_list(tmp_path: Path) -> None:
         assert line in str(caught.value)
     assert other.state.step == 0
     assert other.resume(tmp_path, allow_changes=True).advance(1).state.step == 3
+
+
+def test_another_tensor_as_learning_rate_is_a_change(tmp_path: Path) -> None:
+    quadratic(2, lr=torch.tensor(0.1)).save(tmp_path)
+    assert quadratic(0, lr=torch.tensor(0.1)).resume(tmp_path).state.step == 2
+    with pytest.raises(hk.training.CheckpointError, match=r"config inner.optimizer.lr: float32 \[\], sha256"):
+        quadratic(0, lr=torch.tensor(0.2)).resume(tmp_path)
 
 
 def test_a_changed_model_is_refused_and_leaves_the_run_as_it_was(tmp_path: Path) -> None:

@@ -51,8 +51,9 @@ class About:
     def differences(self, now: About) -> list[str]:
         """The differences to ``now``, one line each."""
         lines: list[str] = []
-        for part in ("model", "hyper", "config"):
+        for part in ("model", "hyper"):
             lines += fingerprint.differences(part, getattr(self, part), getattr(now, part))
+        lines += fingerprint.differences("config", *comparable(self.config, now.config))
         if self.program is not None and now.program is not None:
             lines += fingerprint.differences("program", *comparable(self.program, now.program))
         if self.world_size != now.world_size:

@@ -73,12 +73,12 @@ class Program:
         return {BYTECODE: contents.BYTECODE, **walker.lines}
 
     def begin(self) -> dict[str, str]:
-        """The lines as they were when the run was made, without that of the interpreter."""
-        return {path: self._read(line) for path, line in self._begin.items() if path != BYTECODE}
+        """The lines as they were when the run was made."""
+        return {path: self._read(line) for path, line in self._begin.items()}
 
     def lines(self) -> dict[str, str]:
         """The lines as they were when the run was made; those that are others by now are ``MOVING``."""
-        begin = {BYTECODE: contents.BYTECODE, **self.begin()}
+        begin = self.begin()
         now = {path: self._read(line) for path, line in self._describe().items()}
         return {
             **{path: line if now.get(path) == line else MOVING for path, line in begin.items()},
@@ -198,7 +198,7 @@ class _Walker:
                     self.walk(part, f"{path}.{name}", depth + 1)
 
     def _content(self, x: Any, room: int | None = None) -> str | _Unread:
-        if isinstance(x, Tensor) and not x.is_inference():
+        if isinstance(x, Tensor) and x.dim() and not x.is_inference():  # a single number is read now: a learning rate
             return _Unread(x, x._version, room)
         return self._digest(x, room)
 
