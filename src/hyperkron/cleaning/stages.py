@@ -18,7 +18,7 @@ from hyperkron.training.locks import FolderLock, HeldError
 from hyperkron.training.writing import in_words, put
 
 Tensors = dict[str, Tensor]
-RULES = 6
+RULES = 7
 """How stages are computed, and what is made of them: raise it whenever that changes, so that no run mixes two ways."""
 SECONDS_BETWEEN_LOOKS = 0.2
 """How often a process looks whether another one has finished a stage."""

@@ -297,3 +297,19 @@ def test_whole_numbers_with_gaps_keep_their_digits(kind: str) -> None:
     assert train.ids == {"id": ids} and all(type(value) is int for value in ids if value is not None)
     assert train.inputs.dtype == np.float32 and train.inputs[[0, 2, 3], 0].tolist() == [1.0, 3.0, 4.0]
     assert np.isnan(train.inputs[1, 0])
+
+
+def test_frames_of_other_libraries_and_old_sheets_have_a_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Lazy:
+        def to_pandas(self) -> None: ...
+
+    with pytest.raises(
+        HyperkronError, match=r"source is a Lazy; .* or a pandas DataFrame\. Pass source\.to_pandas\(\)"
+    ):
+        read(Lazy())  # type: ignore[arg-type]
+    (tmp_path / "a.xls").write_bytes(b"")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(HyperkronError, match=r"old form of Excel; save it as \.xlsx"):
+        read(tmp_path / "a.xls")

@@ -22,7 +22,25 @@ def test_formulas(cell: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "cell", ["-5", "+3.2", "-1e-3", "-.5", "+1,5", "-1,000.5", "-7 %", "-inf", "a=b", "", "'=1", "5", " x", "a@b.c"]
+    "cell",
+    [
+        "-5",
+        "+3.2",
+        "-1e-3",
+        "-.5",
+        "+1,5",
+        "-1,000.5",
+        "-7 %",
+        "-1.250,75 €",
+        "-$3",
+        "-inf",
+        "a=b",
+        "",
+        "'=1",
+        "5",
+        " x",
+        "a@b.c",
+    ],
 )
 def test_numbers_and_texts(cell: str) -> None:
     assert not is_formula(cell)

@@ -127,6 +127,51 @@ def test_what_is_no_date() -> None:
     assert [day_of(float(day)) for day in days] == ["2029-01-02", "1930-01-02", "1999-01-02"]
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        [f"{i % 28 + 1} {name} {i + 10}" for i in range(60) for name in ("Marble", "Juniper")],
+        [f"Marigold {i % 28 + 1}, {1990 + i}" for i in range(120)],
+        [f"12-{i % 28 + 1}-{5000 + 7 * i}" for i in range(120)],
+    ],
+)
+def test_names_and_parts_are_no_dates(values: list[str]) -> None:
+    encoding, messages = TableEncoding.fit({"c": values, "d": ["x", "y"] * 60})
+    assert encoding.names == ("d=x", "d=y") and "column 'c' is left out" in messages[0]
+
+
+@pytest.mark.parametrize("days", [("05", "07"), ("05", "07", "13")])
+def test_dates_that_could_be_read_either_way_are_told(days: tuple[str, ...]) -> None:
+    dates = [f"{day}/{month}/2021" for day in days for month in ("12", "03", "06")]
+    _, messages = TableEncoding.fit({"c": dates})
+    told = "the other way round: '07/06/2021' is read as 2021-07-06." in messages[0]
+    assert told == ("13" not in days)
+
+
+def test_a_few_amounts_of_another_currency_are_missing_and_told() -> None:
+    prices = [f"${v}" for v in range(60)] + ["€7", "£8"]
+    encoding, messages = TableEncoding.fit({"c": prices})
+    np.testing.assert_array_equal(encoding.matrix({"c": prices})[:, 0], [*range(60), np.nan, np.nan])
+    assert "column 'c' holds numbers but for 2 values taken as missing: '€7', '£8'" in messages[0]
+
+
+def test_amounts_with_a_unit_that_is_not_read_are_left_out_with_a_remedy() -> None:
+    values = {"c": [f"{v}.5 °C" for v in range(60)], "d": ["x", "y"] * 30}
+    assert (
+        "('0.5 °C'). Pass text='c' to learn from it as text; if they are quantities, write numbers without"
+        in (TableEncoding.fit(values)[1][0])
+    )
+
+
+@pytest.mark.parametrize(
+    "form", ["0 days 01:02:{:02d}", "1 h 5 min {} s", "+49 30 1234 56{:02d}", "DE89 3704 0044 {:04d}"]
+)
+def test_columns_of_durations_and_numbers_with_spaces_are_no_texts(form: str) -> None:
+    table = {"took": [form.format(i) for i in range(60)], "size": list(range(60)), "label": ["a", "b"] * 30}
+    train = read(table)
+    assert train.kind == "table" and train.encoding is not None and train.encoding.names == ("size",)
+
+
 def test_durations_are_days() -> None:
     pandas = pytest.importorskip("pandas")
     took = pandas.to_timedelta([12, 36, None, 48], unit="h")

@@ -200,13 +200,14 @@ def test_refused(tmp_path: Path, problem: str) -> None:
         ("a.jsonl", '{"text": "a", "label": [1]}\n{"text": "b", "label": 2}\n', ["label='label'", "holds a list"]),
         ("a.csv", "text,label\na,1\nb\nc,2\n", ["but 1 row has another number of fields: line 3 has 1"]),
         ("a.csv", "text,label\na\nb\nc,2\n", ["but 2 rows have another number of fields: line 2 has 1, line 3"]),
-        ("a.json", '{"a": 1}', ["is not a list of JSON objects", "WRENCH"]),
+        ("a.json", '{"a": 1}', ["is not a list of JSON objects", "orient='records'", "WRENCH"]),
         ("a.parquet", "PAR1 no", ["is not a readable Parquet"]),
         ("a.npz", "PK no", ["is not a readable .npz"]),
         ("a.csv.gz", gzip.compress(GOOD.encode(), mtime=0)[:-12], ["cannot be read"]),
         ("a.pkl", "x", ["may be a pickle", "np.savez"]),
         ("a.npy", "x", ["one array without labels"]),
         ("a.docx", "x", ["suffix", "Known: .csv"]),
+        ("a.csv.zip", "PK", ["suffix", "unpack it"]),
     ],
 )
 def test_broken_files(tmp_path: Path, name: str, content: str | bytes, fragments: list[str]) -> None:

@@ -301,9 +301,11 @@ def _fit_category(name: str, values: Values, cap: int) -> tuple[Category | None,
                 f"column {name!r} is left out: its values, such as {listing(map(repr, counts), 3)}, are numbers or "
                 "dates in several units or forms; write all in one to learn from them."
             )
+        measured = 2 * sum(any(map(str.isdigit, text)) for text in counts) > len(counts)
         return None, (
             f"column {name!r} is left out: {len(counts)} different values in {counts.total()} rows look like names or "
-            f"free text. Pass text={name!r} to learn from it as text."
+            f"free text{f' ({next(iter(counts))!r:.40})' if measured else ''}. Pass text={name!r} to learn from it as "
+            f"text{'; if they are quantities, write numbers without their units' if measured else ''}."
         )
     if len(counts) == 1 and not flagged:
         return None, f"column {name!r} is {next(iter(counts))!r} in every training row and is left out."

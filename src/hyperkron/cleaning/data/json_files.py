@@ -64,8 +64,8 @@ def _records(place: Place) -> list[Record]:
     content = read_json(path, options)
     if not isinstance(content, list) or not all(isinstance(entry, dict) for entry in content):
         raise HyperkronError(
-            f"{place.argument}={place.source!r} is not a list of JSON objects. For WRENCH, name the folder with "
-            f"train.json and label.json ({str(path.parent)!r})."
+            f"{place.argument}={place.source!r} is not a list of JSON objects, one for each row (of pandas: "
+            f"orient='records'). For WRENCH, name the folder with train.json and label.json ({str(path.parent)!r})."
         )
     return [(entry, "") for entry in content]
 

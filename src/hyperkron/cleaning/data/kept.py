@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from hyperkron.cleaning.data.files import listing, np, several
+from hyperkron.cleaning.data.number_forms import looks_like_number
 from hyperkron.cleaning.data.roles import label_column
 from hyperkron.cleaning.data.values import Array, Values, cells, composed, is_missing, label_names
 from hyperkron.solution import HyperkronError, HyperkronWarning
@@ -21,7 +21,6 @@ Formulas: TypeAlias = Literal["keep", "escape", "refuse"]
 """What becomes of such cells: they stay, get an apostrophe before them, or the export is refused."""
 
 _MARKS = ("=", "+", "-", "@", "\t", "\r")
-_NUMBER = re.compile(r"[+-]?(\d[\d.,]*|[.,]\d+)([eE][+-]?\d+)?\s*%?\s*\Z|[+-](inf|infinity|nan)\s*\Z", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -126,15 +125,15 @@ def csv_line(fields: Sequence[str], delimiter: str = ",", end: str = "\n") -> st
 
 
 def is_formula(cell: str) -> bool:
-    """Whether a spreadsheet would run a cell as a formula: it begins with = + - @, tab or return, and is not a number.
+    """Whether a spreadsheet would run a cell as a formula: it begins with = + - @, tab or return, and is no amount.
 
     Example:
-        >>> [is_formula(cell) for cell in ("=1+1", "@SUM(A1)", "-2+3", "- a list", "-5", "+3.2", "-1e-3", "plain")]
+        >>> [is_formula(cell) for cell in ("=1+1", "@SUM(A1)", "-2+3", "- a list", "-5", "+3.2", "-1e-3", "-9,50 €")]
         [True, True, True, True, False, False, False, False]
 
     Reference: OWASP, "CSV injection".
     """
-    return cell.startswith(_MARKS) and _NUMBER.match(cell) is None
+    return cell.startswith(_MARKS) and not looks_like_number(cell)
 
 
 class FormulaCells:

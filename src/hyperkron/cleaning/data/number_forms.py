@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -37,7 +38,8 @@ _POINTS = re.compile(r"[+-]?[1-9]\d{0,2}(\.\d{3})+")
 _HUNDREDS = re.compile(r"[+-]?\d{1,3}")
 _SPACED = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:[ \u00a0\u2009\u202f'’]\d{3})+(?!\d)")
 _AMOUNT = re.compile(r"([+-]?)\s*([€$£¥₹]?)\s*([+-]?\s*[\d.,]*\d[.,]?)\s*([€$£¥₹%]?)")
-_MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
+_QUARTERS = "january february march", "april may june", "july august september", "october november december"
+_MONTHS = " ".join(_QUARTERS).split()
 _TIME = r"(?:,?[ T]+(\d{1,2}):(\d{2})(?::(\d{2})(?:\.\d+)?)?(?: ?([AaPp])\.?[Mm]\.?)?(?: ?Z|[+-]\d{2}:?\d{2})?)?"
 _DATES = tuple(
     re.compile(date + _TIME)
@@ -51,6 +53,7 @@ _DATES = tuple(
     )
 )
 _PIVOT = 30  # a year of two digits from here on is one of the last century, as in spreadsheets
+_YEARS = frozenset((*range(1000, 3000), 9999))  # 12-28-7440 is a part, 9999-12-31 what has no end
 _LEAST = 3  # numbers of three digits that a column of whole numbers with points for thousands has
 _EPOCH = datetime.datetime(1970, 1, 1)
 
@@ -79,16 +82,14 @@ def read_numbers(values: Values, written: Written = PLAIN) -> tuple[Array, list[
 def detect_form(values: Values, strange: Sequence[Any]) -> Written:
     """How a column writes its numbers: so that the fewest cells are none; ``strange`` are none as they stand.
 
-    A column of several currencies, or of percentages and other amounts, is not read as numbers.
+    Amounts of another currency than the most frequent one are none, and so are bare numbers among percentages.
     """
     texts = {value for value in strange if isinstance(value, str)}
     dated = any(isinstance(value, datetime.date) for value in strange)
     if strange and not dated and not any(map(looks_like_number, texts)):
         return PLAIN
-    units = {_bare(value)[1] for value in texts} - {""}
-    if len(units) > 1:
-        return PLAIN
-    unit = "".join(units)
+    units = Counter(sign for value in strange if isinstance(value, str) and (sign := _bare(value)[1]))
+    unit = units.most_common(1)[0][0] if units else ""
     if _points_separate_thousands(values, unit):
         return Written("decimal comma", unit)
     dates: list[NumberForm] = ["date", "date, day first"]
@@ -122,8 +123,22 @@ def form_note(name: str, written: Written, values: Values) -> str:
     )
     example, number = max(readable, key=lambda pair: (len(pair[0]), pair[0]))  # 31/12/2024 rather than 01/01/2024
     if written.form.startswith("date"):
-        return f"column {name!r} holds dates, read as days: {example!r} is {day_of(number)}."
+        told = f"column {name!r} holds dates, read as days: {example!r} is {day_of(number)}."
+        return told + _either_way(listed, written)
     return f"column {name!r} holds numbers with signs or separators: {example!r} is read as {number:.12g}."
+
+
+def _either_way(listed: Sequence[Any], written: Written) -> str:
+    """What to say where every date would be one with day and month the other way round, too."""
+    other: NumberForm = "date" if written.form == "date, day first" else "date, day first"
+    differ = ""
+    for value in listed:
+        here, there = _days(value, written.form), _days(value, other)
+        if here is not None and there is None:
+            return ""
+        if here != there:
+            differ = f" Day and month may be the other way round: {str(value)!r} is read as {day_of(here or 0.0)}."
+    return f"{differ} If that is wrong, write such dates as 2021-12-31." if differ else ""
 
 
 def day_of(days: float) -> str:
@@ -216,9 +231,12 @@ def _moment(found: re.Match[str], form: NumberForm) -> datetime.datetime:
     year = int(parts["year"])
     if len(parts["year"]) == 2:
         year += 1900 if year >= _PIVOT else 2000
+    if year not in _YEARS:
+        raise ValueError("no year of a date")
     if "month" in parts:
-        day, name = int(parts["day"]), parts["month"]
-        month = int(name) if name.isdecimal() else 1 + _MONTHS.index(name[:3].lower())
+        day, name = int(parts["day"]), parts["month"].lower()
+        named = (number for number, full in enumerate(_MONTHS, 1) if full.startswith(name))
+        month = int(name) if name.isdecimal() else next(named, 0)
     else:
         month, day = int(parts["one"]), int(parts["two"])
         if form.endswith("day first"):

@@ -10,7 +10,6 @@ from hyperkron.cleaning.data.files import listing, nearest, np
 from hyperkron.cleaning.data.images import SUFFIXES, load_images
 from hyperkron.cleaning.data.labelled import Frame, Kind, Raw, Roles
 from hyperkron.cleaning.data.limits import ReadOptions
-from hyperkron.cleaning.data.number_forms import looks_like_number
 from hyperkron.cleaning.data.values import Array, Values, as_number, cells, flags, gaps, ids_of, is_missing, label_names
 from hyperkron.cleaning.data.votes import FURTHER, from_columns, gathered
 from hyperkron.solution import HyperkronError
@@ -135,12 +134,17 @@ def _sample(values: Values) -> list[Any]:
 
 
 def _holds_prose(values: Values) -> bool:
-    """Mostly different values of several words."""
+    """Mostly different values of several words, which numbers, durations, dates and telephone numbers are not."""
     if not isinstance(values, list) or not any(isinstance(value, str) and value.count(" ") > 1 for value in values):
         return False
     seen = [value for value in _sample(values) if isinstance(value, str)]
-    several_words = [value for value in seen if len(value.split()) >= 3 and not looks_like_number(value)]
+    several_words = [value for value in seen if _is_prose(value.split())]
     return bool(seen) and 2 * len(several_words) > len(seen) and 2 * len(set(seen)) > len(seen)
+
+
+def _is_prose(parts: list[str]) -> bool:
+    words = sum(any(map(str.isalpha, part)) and not any(map(str.isdigit, part)) for part in parts)
+    return words >= 3 and 2 * words > len(parts)
 
 
 def _holds_images(values: Values) -> bool:

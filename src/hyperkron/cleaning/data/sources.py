@@ -88,7 +88,10 @@ def _form_of(path: Path) -> Form:
             f"{str(path)!r} may be a pickle, which can run any code when it is read, so it is not. Save the arrays "
             "with np.savez(path, x=..., y=...), or the table as CSV or Parquet."
         )
-    raise HyperkronError(f"{str(path)!r} has a suffix that says nothing about its format. Known: {_KNOWN}.")
+    raise HyperkronError(
+        f"{str(path)!r} has a suffix that says nothing about its format; unpack it, or save it as CSV or Parquet. "
+        f"Known: {_KNOWN}."
+    )
 
 
 def _form_of_folder(path: Path) -> Form:
@@ -165,9 +168,10 @@ def in_memory(source: Any, argument: str) -> Raw | Frame:
     if hasattr(source, "column_names") and hasattr(source, "with_format"):
         return arrow.dataset_frame(source, argument)
     if not isinstance(source, Mapping) and not hasattr(source, "iloc"):
+        remedy = next((f" Pass {argument}.{name}()." for name in ("to_pandas", "collect") if hasattr(source, name)), "")
         raise HyperkronError(
             f"{argument} is a {type(source).__name__}; it must be a path, a dictionary of arrays or columns, or a "
-            "DataFrame."
+            f"pandas DataFrame.{remedy}"
         )
     if without_columns(source):
         classes = tuple(str(name) for name in source.get("classes", ()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import importlib.util
 import re
 import zipfile
 from collections import Counter
@@ -182,9 +183,13 @@ def _sheet(place: Place) -> Any:
     """The sheet of a source as a DataFrame of Python values: ``PATH:SHEET``, or the first one."""
     path, bounds = place.path, Bounds(place.path, place.options)
     pandas = need("pandas")
-    need("xlrd" if path.suffix.lower() == ".xls" else "openpyxl", "excel")
+    old = path.suffix.lower() == ".xls"
+    if old and importlib.util.find_spec("xlrd") is None:
+        raise HyperkronError(f"{str(path)!r} is of an old form of Excel; save it as .xlsx, or pip install xlrd.")
+    if not old:
+        need("openpyxl", "excel")
     try:
-        if path.suffix.lower() != ".xls":
+        if not old:
             with zipfile.ZipFile(path) as archive:
                 bounds.check("max_bytes", sum(entry.file_size for entry in archive.infolist()))
         found = pandas.read_excel(path, sheet_name=place.part or 0, dtype=object, **_AS_THEY_ARE)
