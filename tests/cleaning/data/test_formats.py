@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 
 from hyperkron.cleaning.data import Labelled, ReadOptions, read, read_pair
+from hyperkron.cleaning.data.sources import split_source
 from hyperkron.solution import HyperkronError
 
 TEXTS = ["a fine day", 'she said "no, never"', "line one\nline two", "ünïcode 漢字", "007"]
@@ -313,3 +314,20 @@ def test_frames_of_other_libraries_and_old_sheets_have_a_remedy(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(HyperkronError, match=r"old form of Excel; save it as \.xlsx"):
         read(tmp_path / "a.xls")
+
+
+def test_sheets_may_have_any_name() -> None:
+    for name in ("My data", "2021-03", "a:b", "Sheet1"):
+        assert split_source(f"dir/book.xlsx:{name}") == (Path("dir/book.xlsx"), name)
+    assert split_source("dir/book.xls:My data") == (Path("dir/book.xls"), "My data")
+    assert split_source("dir/a b:c d") == (Path("dir/a b:c d"), None)
+
+
+def test_labels_that_mean_no_value_are_told() -> None:
+    table = {"x": [1, 2, 3, 4], "label": ["NA", "DE", "FR", "n/a"]}
+    assert "source: label='label' holds 'NA', 'n/a', taken as no label; rename it if it is a class." in (
+        read(table).messages
+    )
+    assert not any(
+        "taken as no label" in message for message in read({**table, "label": ["", "DE", "FR", None]}).messages
+    )

@@ -200,6 +200,12 @@ def test_refused(tmp_path: Path, problem: str) -> None:
         ("a.jsonl", '{"text": "a", "label": [1]}\n{"text": "b", "label": 2}\n', ["label='label'", "holds a list"]),
         ("a.csv", "text,label\na,1\nb\nc,2\n", ["but 1 row has another number of fields: line 3 has 1"]),
         ("a.csv", "text,label\na\nb\nc,2\n", ["but 2 rows have another number of fields: line 2 has 1, line 3"]),
+        (
+            "a.csv",
+            "Export of 2021\ntext,label\na,1\nb,2\n",
+            ["has 1 column but 3 rows", "remove lines before the header"],
+        ),
+        ("a.csv", "text,label\na,1,\nb,2,\n", ["line 2 has 3", "'text', 'label'", "or name all columns"]),
         ("a.json", '{"a": 1}', ["is not a list of JSON objects", "orient='records'", "WRENCH"]),
         ("a.parquet", "PAR1 no", ["is not a readable Parquet"]),
         ("a.npz", "PK no", ["is not a readable .npz"]),

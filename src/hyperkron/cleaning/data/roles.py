@@ -182,6 +182,10 @@ def frame_rows(frame: Frame, asked: Roles, options: ReadOptions, shape: tuple[in
     classes = frame.class_names.get(label, ())
     if found.label is not None:
         labels = label_names(frame.columns[label], f"{frame.name}: label={label!r}")
+        texts = {value for value in set(cells(frame.columns[label])) if isinstance(value, str) and value.strip()}
+        if absent := sorted(map(repr, filter(is_missing, texts))):
+            told = f"label={label!r} holds {listing(absent)}, taken as no label; rename it if it is a class."
+            notes = [*notes, f"{frame.name}: {told}"]
     if classes:
         labels = [_class_name(name, classes) for name in labels]
     if ballot is not None:  # trusted rows have the label of their own column

@@ -50,7 +50,8 @@ _WRENCH = Form(wrench.read_wrench, wrench.write_wrench)
 _FOLDER = Form(image_folders.read_class_folder, image_folders.write_class_folder, image_folders.folder_hashes)
 _IDX, _CIFAR, _SHEETS = map(_pictures, (arrays.read_idx_rows, arrays.read_cifar, image_folders.read_sheets))
 
-_PART = re.compile(r"(?P<path>.+):(?P<part>[A-Za-z]\w*)\Z")
+_PART = re.compile(r"(?P<path>.+):(?P<part>[A-Za-z]\w*)")
+_SHEET = re.compile(r"(?P<path>.+\.xls[xm]?):(?P<part>.+)", re.IGNORECASE)
 _SUFFIXES = (
     (_CSV, ".csv .tsv .tab"),
     (_JSON, ".jsonl .ndjson .json"),
@@ -68,7 +69,7 @@ _KNOWN = (
 
 def split_source(source: str) -> tuple[Path, str | None]:
     """The path of a source and the part it names, as in ``folder:test``."""
-    match = _PART.match(source)
+    match = _SHEET.fullmatch(source) or _PART.fullmatch(source)
     if match is None or Path(source).exists():
         return Path(source), None
     return Path(match["path"]), match["part"]

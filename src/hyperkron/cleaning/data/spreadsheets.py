@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hyperkron.cleaning.data.checks import header_note
-from hyperkron.cleaning.data.files import listing, nearest
+from hyperkron.cleaning.data.files import listing, nearest, several
 from hyperkron.cleaning.data.kept import FormulaCells, Kept, csv_line, csv_table
 from hyperkron.cleaning.data.labelled import Frame, Place
 from hyperkron.cleaning.data.limits import Bounds, ReadOptions, encoded, read_text
@@ -101,18 +101,24 @@ def _open(path: Path, options: ReadOptions, *, texts: bool = False) -> _File:
         header, head, _ = next(records, ([], "", 0))
         header = [name.strip() for name in header]
         _check_header(header, bounds)
-        rows, ragged, cells = [], [], 0
+        rows, ragged, widths, cells = [], [], set(), 0
         for fields, raw, line in records:
             cells += len(fields)
             bounds.check("max_cells", cells)
             rows.append((fields, raw if texts else ""))
+            widths.add(len(fields))
             if len(fields) != len(header):
                 ragged.append(f"line {line} has {len(fields)}")
     if ragged:
         rows_have = "1 row has" if len(ragged) == 1 else f"{len(ragged)} rows have"
+        remedy = f"Put quotes around fields that contain {delimiter!r}, or complete the rows."
+        if len(ragged) == len(rows) and len(widths) == 1:  # it is the header that differs
+            remedy = (
+                f"Its first line is {listing(map(repr, header))}: remove lines before the header, or name all columns."
+            )
         raise HyperkronError(
-            f"{bounds.name} has {len(header)} columns but {rows_have} another number of fields: {listing(ragged)}. Put "
-            f"quotes around fields that contain {delimiter!r}, or complete the rows."
+            f"{bounds.name} has {several(len(header), 'column')} but {rows_have} another number of fields: "
+            f"{listing(ragged)}. {remedy}"
         )
     return _File(before, header, head, rows, delimiter)
 
