@@ -259,20 +259,24 @@ def test_an_embedding_that_is_not_measured_is_no_use_outside_the_layers(fallback
 class Mixing(nn.Module):
     """Attention over tokens, with a loss at each of them."""
 
-    def __init__(self, places: bool) -> None:
+    def __init__(self, places: bool, scale: bool = False) -> None:
         super().__init__()
         self.tokens, self.q, self.head = nn.Embedding(5, 2), nn.Linear(2, 2), nn.Linear(2, 3)
         self.places = nn.Embedding(4, 2) if places else None
+        self.scale = nn.Parameter(torch.ones(2)) if scale else 1.0  # outside any layer that KFAC knows
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.tokens(x) if self.places is None else self.tokens(x) + self.places(torch.arange(4))
-        return self.head((self.q(h) @ h.mT).softmax(-1) @ h)
+        return self.head(self.scale * ((self.q(h) @ h.mT).softmax(-1) @ h))
 
 
-@pytest.mark.parametrize("places", [False, True])
-def test_factors_of_a_loss_over_flattened_tokens_are_those_of_tokens_in_rows(places: bool) -> None:
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize(("places", "scale"), [(False, False), (True, False), (False, True)])
+def test_factors_of_a_loss_over_flattened_tokens_are_those_of_tokens_in_rows(
+    places: bool, scale: bool, sharing: str
+) -> None:
     """Random signs of examples change no factor; random signs of tokens would."""
-    case = make(Mixing(places), (4,), loss="cross_entropy", tokens=5, count=3)
+    case = make(Mixing(places, scale), (4,), loss="cross_entropy", tokens=5, count=3)
     x, y = case.inner_batch
 
     def inner(flat: bool) -> Any:
@@ -288,7 +292,7 @@ def test_factors_of_a_loss_over_flattened_tokens_are_those_of_tokens_in_rows(pla
     found = []
     for flat in (False, True):
         case.inner = inner(flat)  # type: ignore[method-assign]
-        found.append(case.measured("empirical"))
+        found.append(case.measured("empirical", sharing))
     for name in ("q", "head"):
         assert oracles.relative(found[1].a[name], found[0].a[name]) < 1e-12
         assert oracles.relative(found[1].b[name], found[0].b[name]) < 1e-12

@@ -48,7 +48,8 @@ def measure(point: Point, plan: Plan, how: Measurement) -> Measured:
         vectors = _vectors(loss, size, how)
         place = loss.terms[0].place if loss.terms else None  # of these examples in the whole batch
         signs = None if how.fisher in DRAWN else how.generator  # drawn vectors of examples are already independent
-        found = recorder.backward(point.params, vectors, signs, place, _unbatched(recorder, loss))
+        examples = _examples(recorder, loss, part) if loss.terms else 1
+        found = recorder.backward(point.params, vectors, signs, place, examples, _unbatched(recorder, loss))
         if len(parts) == 1:
             return found if how.owners is None else over_ranks(found, plan, how.owners.group, like)
         counts = rows(loss.terms, recorder.batch_size)  # counting rows waits for the device
@@ -140,10 +141,10 @@ def _warn_used_elsewhere(recorder: Recorder, loss: Loss, point: Point) -> None:
 def _unbatched(recorder: Recorder, loss: Loss) -> bool:
     """Whether a layer was called on inputs without a dimension for examples (such as positions), or perhaps without.
 
-    Always False if the rows of the loss are tokens and not examples, because then signs would differ between tokens.
+    Always False if the rows of the loss are neither examples nor tokens of examples.
     """
     counted = Counter(recorder.lengths.values()).most_common(1)
-    if not counted or any(len(term.row_losses) != counted[0][0] for term in loss.terms):
+    if not counted or any(len(term.row_losses) % max(counted[0][0], 1) for term in loss.terms):
         return False
     n = counted[0][0]
     return recorder.plain_lookups or any(

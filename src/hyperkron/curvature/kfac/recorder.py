@@ -219,13 +219,15 @@ class Recorder:
         vectors: Iterable[tuple[Tensor, Tensor]],
         signs: torch.Generator | None,
         place: BatchPlace | None = None,
+        examples: int = 1,
         unbatched: bool = False,
     ) -> Measured:
         """Backpropagate pairs (output, vector) and return the factors that the hooks have collected.
 
         Parameters outside layers, and ``unbatched`` layers, are measured by the square of the whole batch's gradient.
         For these, ``signs`` gives the examples random signs, so that mixed terms vanish on average. Signs do not change
-        the factors, unless batch norm mixes examples. ``place`` tells which examples of a divided batch these are.
+        the factors, unless batch norm mixes examples. ``place`` tells which rows of a divided batch these are; if there
+        are several for each of the ``examples``, they have one sign.
         """
         plan, found, self._for = self.plan, self.measured, "factors"
         self.layers.forget_graph()
@@ -239,6 +241,8 @@ class Recorder:
                 shape = (vector.shape[0], *[1] * (vector.dim() - 1))
                 toss = partial(torch.randint, 0, 2, generator=signs, device=vector.device)
                 coin = toss(shape) if place is None else place.of(toss, shape)
+                each = len(coin) // examples if len(coin) % examples == 0 else 1
+                coin = coin[::each].repeat_interleave(each, 0) if each > 1 else coin
                 vector = vector * (2 * coin - 1).to(vector.dtype)
             self._last = last
             gradients = torch.autograd.grad(
