@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -358,6 +359,20 @@ def test_what_is_known_of_a_model_is_not_used_for_another(make: Any, width: int)
     assert torch.equal(moved.grads["value"], wanted.grads["value"])
     assert torch.equal(both[0].compute(problem, both[1], weights, batch, batch).grads["value"], wanted.grads["value"])
     assert both[0].state.calls == used.state.calls
+
+
+@pytest.mark.parametrize("name", ["kfac", "ekfac", "cg", "pcg", "neumann", "gradient_descent", "identity", "sama"])
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_methods_are_copied_and_pickled_after_a_call(name: str, how: Any) -> None:
+    """The copy continues as the method does, and the two share nothing that changes."""
+    case = make(mlp(3, 4, 2), (3,), loss="cross_entropy")
+    method = getattr(hk, name)()
+    method.compute(*case.arguments)
+    copied = how(method)
+    assert copied.state.calls == 1
+    wanted, found = (one.compute(*case.arguments) for one in (method, copied))
+    assert all(torch.equal(found.grads[n], x) for n, x in wanted.grads.items())
+    assert found.stats == wanted.stats
 
 
 class TwoHeads(nn.Module):

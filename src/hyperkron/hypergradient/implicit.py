@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import weakref
@@ -49,11 +48,6 @@ class ImplicitState:
     modules: list[weakref.ref[nn.Module]] = field(default_factory=list, repr=False)  # of the model; not saved
     inner: Any = field(default=None, repr=False)  # the code of the inner loss; not saved
     changes: int = field(default=0, repr=False)  # in how many calls in a row that was another one; not saved
-
-    def __deepcopy__(self, memory: dict[int, Any]) -> ImplicitState:
-        """Copy everything but the model: the copy belongs to the first model it is used with."""
-        kept = {f.name: copy.deepcopy(getattr(self, f.name), memory) for f in dataclasses.fields(self)}
-        return ImplicitState(**{**kept, "modules": []})
 
 
 class Implicit(Hypergradient):
@@ -166,9 +160,19 @@ class Implicit(Hypergradient):
 
     def fresh(self) -> Implicit:
         """A copy of the configuration with an empty state and without recordings."""
-        made = copy.copy(self)
+        made = object.__new__(type(self))
+        vars(made).update(vars(self))
         made._forget()
         return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and ``copy``: everything but the model and the recordings. A copy belongs to the first model and
+        inner loss it is used with."""
+        return {**vars(self), "state": self.state_dict(), "_replays": None}
+
+    def __setstate__(self, kept: dict[str, Any]) -> None:
+        vars(self).update(kept)
+        self.load_state_dict(kept["state"])
 
     @property
     def measures_curvature(self) -> bool:
