@@ -93,6 +93,15 @@ def test_dot_of_half_precision_sums_in_float32() -> None:
     assert trees.norm(ones).item() == pytest.approx(math.sqrt(70_000), rel=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1e-36, 1e-21, 1e21, 1e37])
+def test_norm_where_squares_are_out_of_range(dtype: torch.dtype, size: float) -> None:
+    x = {"w": torch.full((4,), size, dtype=dtype), "b": torch.zeros(2)}
+    assert trees.norm(x).item() == pytest.approx(2 * size, rel=1e-2)
+    assert trees.norm({"w": torch.tensor([1e30, math.inf])}).item() == math.inf
+    assert math.isnan(trees.norm({"w": torch.tensor([1e30, math.nan])}).item())
+
+
 def test_norm_in_float32_is_accurate_for_a_million_numbers() -> None:
     x = torch.rand(1_000_000, generator=torch.Generator().manual_seed(0))
     exact = x.double().norm().item()

@@ -21,6 +21,7 @@ Tree = dict[str, Tensor]
 """A vector made of named tensors."""
 
 _DOT_LIMIT = 2**31 - 1  # torch.dot refuses longer vectors
+_SMALL_NORM = 1e-15  # above it, squares that float32 loses do not matter
 HALF_TYPES = (torch.float16, torch.bfloat16)
 """The dtypes of half precision."""
 
@@ -122,11 +123,16 @@ def _normed_together(tensors: list[Tensor]) -> bool:
 
 
 def norm(a: Tree) -> Tensor:
-    """The Euclidean norm ‖a‖ = √(aᵀa), as a 0-dimensional tensor."""
+    """The Euclidean norm ‖a‖ = √(aᵀa), as a 0-dimensional tensor; on a CPU also where the squares have no place in the
+    range of the dtype."""
     tensors = list(a.values())
     if _normed_together(tensors):
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))  # one launch for many tensors
-    return dot(a, a).sqrt()  # float32 vector_norm sums naively on the CPU: 20 times the error of torch.dot
+    found = dot(a, a).sqrt()  # float32 vector_norm sums naively on the CPU: 20 times the error of torch.dot
+    if found.is_cpu and not _SMALL_NORM < float(found) < math.inf and 0 < float(peak := largest(a)) < math.inf:
+        unit = map(lambda x: x / peak, a)
+        return dot(unit, unit).sqrt() * peak
+    return found
 
 
 def widened(a: Tree) -> Tree:

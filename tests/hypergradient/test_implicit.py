@@ -375,6 +375,25 @@ def test_methods_are_copied_and_pickled_after_a_call(name: str, how: Any) -> Non
     assert found.stats == wanted.stats
 
 
+@pytest.mark.parametrize("name", ["kfac", "ekfac", "pcg", "cg", "identity"])
+@pytest.mark.parametrize("size", [1e-36, 1e-25, 1e30])
+def test_hypergradients_are_as_large_as_the_outer_loss(name: str, size: float) -> None:
+    """Also where float32 holds the gradients, but not their squares."""
+    torch.manual_seed(0)
+    model, weights = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), hk.SampleWeights(8)
+    x, y, index = torch.randn(8, 3), torch.randint(0, 2, (8,)), torch.arange(8)
+
+    def found(factor: float) -> Tensor:
+        problem = hk.BilevelProblem(
+            lambda m, h, b: hk.losses.cross_entropy(m(x), y, weight=h(index)),
+            lambda m, h, b: factor * hk.losses.cross_entropy(m(1.3 * x.flip(0)), y),
+        )
+        (gradient,) = getattr(hk, name)().compute(problem, model, weights, None, None).grads.values()
+        return gradient.double() / factor
+
+    assert oracles.relative(found(size), found(1.0)) < 2e-3
+
+
 class TwoHeads(nn.Module):
     """A head for each level on one body."""
 
