@@ -340,3 +340,16 @@ def test_parameters_of_neither_level_that_the_inner_loss_uses_are_said(
     said = [str(one.message) for one in told if "neither to model nor to hyper" in str(one.message)]
     assert len(said) == (owner == "nobody")
     assert all("a parameter of shape () that belongs" in one for one in said)
+
+
+def test_hooks_that_may_change_gradients_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hyperkron.solution._warned", set())
+    case = cases.make(cases.mlp(3, 2), (3,))
+    handle = case.model.get_parameter("0.weight").register_hook(lambda g: 2 * g)
+    with pytest.warns(hk.HyperkronWarning, match="0.weight. Hypergradients use the gradients that hooks return"):
+        hk.identity().compute(*case.arguments)
+    handle.remove()
+    case.model.get_parameter("0.weight").register_post_accumulate_grad_hook(lambda p: None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hk.identity().compute(*case.arguments)

@@ -137,6 +137,17 @@ def warn_of_strangers(value: Tensor, *own: Tree) -> None:
         )
 
 
+def warn_of_hooks(params: Tree) -> None:
+    """Warn of hooks on parameters that may change gradients, and with them every derivative of the losses."""
+    if hooked := [name for name, p in params.items() if getattr(p, "_backward_hooks", None)]:
+        warn_once(
+            f"hooks {hooked}",
+            f"model parameters with a hook on their gradient (register_hook): {first_of(hooked)}. Hypergradients use "
+            "the gradients that hooks return. A hook that sets entries to zero keeps these fixed; for one that scales "
+            "or clips, use register_post_accumulate_grad_hook, which acts in training alone.",
+        )
+
+
 def in_half_precision(value: Tensor) -> bool:
     """Whether any part of the graph of ``value`` is in half precision, as under autocast."""
     return any(made.dtype in HALF_TYPES for node in graph_nodes([value]) for made in node._input_metadata)

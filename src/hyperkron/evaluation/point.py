@@ -20,7 +20,7 @@ from torch.func import functional_call
 
 from hyperkron.batch_tensors import tensors_of
 from hyperkron.evaluation import sharded
-from hyperkron.evaluation.differentiation import warn_of_strangers
+from hyperkron.evaluation.differentiation import warn_of_hooks, warn_of_strangers
 from hyperkron.evaluation.inputs import culprits, differentiable_batch, explained, misplaced
 from hyperkron.evaluation.passes import Pass, Passes
 from hyperkron.evaluation.snapshot import Snapshot, reseed
@@ -62,7 +62,7 @@ class Point:
         keeps: whether a curvature measured in parts may keep gradients of single examples, which saves passes.
         kept: where the curvature stores the gradients of the loss, if the caller asks for them.
         consumes_vectors: whether a recorded pass may free the vectors it is given, to save memory.
-        warns_of_strangers: whether to look for parameters of others in the graph of the next inner loss.
+        warns_of_strangers: whether to look, at the next inner loss, for parameters of others and for hooks on θ.
     """
 
     def __init__(
@@ -193,6 +193,7 @@ class Point:
         if self.warns_of_strangers and level == "inner" and loss.value.requires_grad and not self.problem.divided:
             self.warns_of_strangers = False
             warn_of_strangers(loss.value, params or self.params, self.hypers)
+            warn_of_hooks(params or self.params)
         return loss
 
     def _call(self, level: Level, batch: Any, params: Tree | None, differentiable: bool) -> Loss | Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from hyperkron.curvature.kfac.measured import Measured, Measurement
 from hyperkron.curvature.kfac.penalty import column_scales
 from hyperkron.curvature.kfac.recorder import Recorder
 from hyperkron.evaluation.point import Point
-from hyperkron.losses import DRAWN, Loss
+from hyperkron.losses import DRAWN, BatchPlace, Loss
 from hyperkron.problem import rows, shares
 from hyperkron.solution import HyperkronError, warn_once
 
@@ -47,9 +48,10 @@ def measure(point: Point, plan: Plan, how: Measurement) -> Measured:
         size = recorder.batch_size * point.problem.group.size
         vectors = _vectors(loss, size, how)
         place = loss.terms[0].place if loss.terms else None  # of these examples in the whole batch
-        signs = None if how.fisher in DRAWN else how.generator  # drawn vectors of examples are already independent
         examples = _examples(recorder, loss, part) if loss.terms else 1
-        found = recorder.backward(point.params, vectors, signs, place, examples, _unbatched(recorder, loss))
+        drawn = how.fisher in DRAWN  # vectors of examples are already independent
+        signed = None if drawn else partial(_signed, how.generator, place, examples)
+        found = recorder.backward(point.params, vectors, signed, _unbatched(recorder, loss))
         if len(parts) == 1:
             return found if how.owners is None else over_ranks(found, plan, how.owners.group, like)
         counts = rows(loss.terms, recorder.batch_size)  # counting rows waits for the device
@@ -136,6 +138,16 @@ def _warn_used_elsewhere(recorder: Recorder, loss: Loss, point: Point) -> None:
             "gradients inside the loss (create_graph=True) do; KFAC does not see that, so its curvature is not that of "
             "this loss. Call a layer that shares the parameter instead, or use cg(curvature=GGN(...)) or pcg().",
         )
+
+
+def _signed(generator: torch.Generator, place: BatchPlace | None, examples: int, vector: Tensor) -> Tensor:
+    """``vector`` with a random sign for each example, whose rows are one after the other."""
+    toss = partial(torch.randint, 0, 2, generator=generator, device=vector.device)
+    shape = (vector.shape[0], *[1] * (vector.dim() - 1))
+    coin = toss(shape) if place is None else place.of(toss, shape)
+    each = len(coin) // examples if len(coin) % examples == 0 else 1
+    coin = coin[::each].repeat_interleave(each, 0) if each > 1 else coin
+    return vector * (2 * coin - 1).to(vector.dtype)
 
 
 def _unbatched(recorder: Recorder, loss: Loss) -> bool:

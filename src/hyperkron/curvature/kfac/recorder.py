@@ -7,7 +7,7 @@ among processes, contributions are sent to the owner of the layer as soon as the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +27,7 @@ from hyperkron.curvature.kfac.layers import WeightSharing
 from hyperkron.curvature.kfac.measured import Measured, Measurement
 from hyperkron.curvature.kfac.owners import Deliveries
 from hyperkron.curvature.kfac.taps import no_grad_no_autocast, parameters_of, with_last
-from hyperkron.losses import BatchPlace, Loss
+from hyperkron.losses import Loss
 from hyperkron.sharding import any_sharded
 from hyperkron.solution import HyperkronError
 from hyperkron.trees import HALF_TYPES, Tree
@@ -217,17 +217,14 @@ class Recorder:
         self,
         params: Tree,
         vectors: Iterable[tuple[Tensor, Tensor]],
-        signs: torch.Generator | None,
-        place: BatchPlace | None = None,
-        examples: int = 1,
+        signed: Callable[[Tensor], Tensor] | None,
         unbatched: bool = False,
     ) -> Measured:
         """Backpropagate pairs (output, vector) and return the factors that the hooks have collected.
 
         Parameters outside layers, and ``unbatched`` layers, are measured by the square of the whole batch's gradient.
-        For these, ``signs`` gives the examples random signs, so that mixed terms vanish on average. Signs do not change
-        the factors, unless batch norm mixes examples. ``place`` tells which rows of a divided batch these are; if there
-        are several for each of the ``examples``, they have one sign.
+        For these, ``signed`` gives the examples random signs, so that mixed terms vanish on average. Signs do not
+        change the factors, unless batch norm mixes examples.
         """
         plan, found, self._for = self.plan, self.measured, "factors"
         self.layers.forget_graph()
@@ -237,13 +234,8 @@ class Recorder:
         names = [*plan.rest, *found.uncalled] if self.how.diagonal and plan.fallback == "diagonal" else []
         inputs = [*self.tokens, *(params[name] for name in names)]
         for output, vector, last in with_last(vectors):
-            if (names or unbatched) and signs is not None and vector.dim() > 0:
-                shape = (vector.shape[0], *[1] * (vector.dim() - 1))
-                toss = partial(torch.randint, 0, 2, generator=signs, device=vector.device)
-                coin = toss(shape) if place is None else place.of(toss, shape)
-                each = len(coin) // examples if len(coin) % examples == 0 else 1
-                coin = coin[::each].repeat_interleave(each, 0) if each > 1 else coin
-                vector = vector * (2 * coin - 1).to(vector.dtype)
+            if (names or unbatched) and signed is not None and vector.dim() > 0:
+                vector = signed(vector)
             self._last = last
             gradients = torch.autograd.grad(
                 output, inputs, vector, retain_graph=self.keeps or not last, allow_unused=True
