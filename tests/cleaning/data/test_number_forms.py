@@ -172,6 +172,17 @@ def test_columns_of_durations_and_numbers_with_spaces_are_no_texts(form: str) ->
     assert train.kind == "table" and train.encoding is not None and train.encoding.names == ("size",)
 
 
+def test_points_that_are_thousands_here_and_decimals_there_are_told() -> None:
+    encoding, messages = TableEncoding.fit({"c": ["1,5", "1.250,75", "2.500", "0,125"]})
+    assert "where the point" not in messages[0]
+    new = {"c": ["246.913", "0.125", "3,5"]}
+    np.testing.assert_array_equal(encoding.matrix(new)[:, 0], np.float32([246913, 0.125, 3.5]))
+    told = "column 'c' holds '246.913', where the point is read as one between thousands, and '0.125', where it is the"
+    assert encoding.surprises(new)[0].startswith(told)
+    assert any(told in message for message in TableEncoding.fit({"c": [*new["c"], "4,5"]})[1])
+    assert encoding.surprises({"c": ["246.913", "1.500,25"]}) == []
+
+
 def test_durations_are_days() -> None:
     pandas = pytest.importorskip("pandas")
     took = pandas.to_timedelta([12, 36, None, 48], unit="h")

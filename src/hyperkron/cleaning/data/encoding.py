@@ -19,6 +19,7 @@ from hyperkron.cleaning.data.number_forms import (
     detect_form,
     form_note,
     looks_like_number,
+    marks_note,
     read_numbers,
 )
 from hyperkron.cleaning.data.values import LARGEST, Array, Columns, Values, category, extremes, numbers
@@ -167,6 +168,7 @@ class TableEncoding:
             if isinstance(column, Number):
                 strange = read_numbers(cells, column.written)[1]
                 why = f"taken as missing: {column.written.expected()} are expected"
+                found += [note for note in [marks_note(column.name, column.written, cells)] if note]
             else:
                 names = () if column.other else map(category, cells)
                 strange = [name for name in names if name is not None and name not in column.values]
@@ -273,16 +275,16 @@ def _fit_column(name: str, values: Values, cap: int) -> tuple[Column | None, str
         if not flagged:
             return None, f"column {name!r} is {here[0]:g} in every training row and is left out."
         scale = 1.0
-    message = form_note(name, written, values)
+    messages = [form_note(name, written, values), marks_note(name, written, values)]
     if strange:
-        message += (" " if message else "") + (
+        messages.append(
             f"column {name!r} holds numbers but for {several(len(strange), 'value')} taken as missing: "
             f"{listing(dict.fromkeys(repr(str(value)[:40]) for value in strange))}."
         )
     moved = float(np.abs(here.astype(np.float32) - here).max())
     unit = 2.0 ** math.floor(math.log2(scale))  # taking off multiples of it is exact
     offset = round(mean / unit) * unit if moved > _LOST * scale else 0.0
-    return Number(name, mean, scale, flagged, written.form, offset, written.unit), message
+    return Number(name, mean, scale, flagged, written.form, offset, written.unit), " ".join(filter(None, messages))
 
 
 def _few_words(here: Array, strange: list[Any]) -> bool:

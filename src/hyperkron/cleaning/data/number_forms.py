@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from hyperkron.cleaning.data.files import np
@@ -39,7 +39,11 @@ _HUNDREDS = re.compile(r"[+-]?\d{1,3}")
 _SPACED = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:[ \u00a0\u2009\u202f'’]\d{3})+(?!\d)")
 _AMOUNT = re.compile(r"([+-]?)\s*([€$£¥₹]?)\s*([+-]?\s*[\d.,]*\d[.,]?)\s*([€$£¥₹%]?)")
 _QUARTERS = "january february march", "april may june", "july august september", "october november december"
-_MONTHS = " ".join(_QUARTERS).split()
+_MONTHS = {  # also shortened, to three letters at least
+    name[:length]: number
+    for number, name in enumerate(" ".join(_QUARTERS).split(), 1)
+    for length in range(3, len(name) + 1)
+}
 _TIME = r"(?:,?[ T]+(\d{1,2}):(\d{2})(?::(\d{2})(?:\.\d+)?)?(?: ?([AaPp])\.?[Mm]\.?)?(?: ?Z|[+-]\d{2}:?\d{2})?)?"
 _DATES = tuple(
     re.compile(date + _TIME)
@@ -72,8 +76,13 @@ def read_numbers(values: Values, written: Written = PLAIN) -> tuple[Array, list[
     """
     if written == PLAIN:
         return numbers(values)
+
+    def parse(value: Any) -> float | None:
+        return float("nan") if is_missing(value) else _read(value, written)
+
     listed = cells(values)
-    parsed = [float("nan") if is_missing(value) else _read(value, written) for value in listed]
+    known = {text: parse(text) for text in {value for value in listed if isinstance(value, str)}}
+    parsed = [known[value] if isinstance(value, str) else parse(value) for value in listed]
     strange = [value for value, number in zip(listed, parsed, strict=True) if number is None]
     found = np.array([np.nan if number is None else number for number in parsed], dtype=np.float64)
     return np.where(np.abs(found) < LARGEST, found, np.nan), strange
@@ -117,7 +126,7 @@ def form_note(name: str, written: Written, values: Values) -> str:
     """What to say about a column that is not written plainly; nothing if it is."""
     if written == PLAIN:
         return ""
-    listed = [value for value in cells(values) if not is_missing(value)]
+    listed = {str(value): value for value in cells(values) if not is_missing(value)}.values()
     readable = (
         (str(value), number) for value in listed if (number := _read(value, written)) not in (None, as_number(value))
     )
@@ -128,7 +137,22 @@ def form_note(name: str, written: Written, values: Values) -> str:
     return f"column {name!r} holds numbers with signs or separators: {example!r} is read as {number:.12g}."
 
 
-def _either_way(listed: Sequence[Any], written: Written) -> str:
+def marks_note(name: str, written: Written, values: Values) -> str:
+    """What to say where points separate thousands in some cells of decimal commas, and decimals in others."""
+    if written.form != "decimal comma":
+        return ""
+    bare = {_bare(value)[0] for value in cells(values) if isinstance(value, str) and "." in value}
+    groups = {text for text in bare if _POINTS.fullmatch(text)}
+    decimals = {text for text in bare - groups if "," not in text and as_number(text) is not None}
+    if not groups or not decimals:
+        return ""
+    return (
+        f"column {name!r} holds {min(groups)!r}, where the point is read as one between thousands, and "
+        f"{min(decimals)!r}, where it is the decimal mark; write all numbers with decimal commas, or all with points."
+    )
+
+
+def _either_way(listed: Iterable[Any], written: Written) -> str:
     """What to say where every date would be one with day and month the other way round, too."""
     other: NumberForm = "date" if written.form == "date, day first" else "date, day first"
     differ = ""
@@ -235,8 +259,7 @@ def _moment(found: re.Match[str], form: NumberForm) -> datetime.datetime:
         raise ValueError("no year of a date")
     if "month" in parts:
         day, name = int(parts["day"]), parts["month"].lower()
-        named = (number for number, full in enumerate(_MONTHS, 1) if full.startswith(name))
-        month = int(name) if name.isdecimal() else next(named, 0)
+        month = int(name) if name.isdecimal() else _MONTHS.get(name, 0)
     else:
         month, day = int(parts["one"]), int(parts["two"])
         if form.endswith("day first"):
