@@ -142,10 +142,10 @@ class LevelOptimizer:
                 f"{level}_optimizer has autocast={self.autocast} and scaler={self.scaler!r:.40}, but λ moves along the "
                 "hypergradient, which is never scaled; give them to inner_optimizer."
             )
+        if isinstance(project, type):
+            raise HyperkronError(f"projection={project.__name__} is a class; pass an instance, {project.__name__}(…).")
         if project is not None and not callable(project):
-            raise HyperkronError(
-                f"projection={project!r:.60} is not callable; pass hyperkron.Box(0.0, 1.0), or a function."
-            )
+            raise HyperkronError(f"projection={project!r:.60} is not callable; pass hk.Box(0.0, 1.0) or a function.")
         self.project = project
         self.factor = 1.0
         self.origin: LevelOptimizer | None = None  # of which this is a twin, with its step sizes unless own_lr
@@ -167,8 +167,6 @@ class LevelOptimizer:
                 f"{level}_optimizer has differentiable=True, which torch cannot do with trained parameters; set it to "
                 "False, or use hyperkron.algorithms.Unroll to differentiate through steps."
             )
-        if isinstance(project, type):
-            raise HyperkronError(f"projection={project.__name__} is a class; pass an instance, {project.__name__}(…).")
         self._project()
 
     def refuse(self, others: Tree, level: str) -> None:
@@ -335,8 +333,7 @@ class LevelOptimizer:
     def tick(self, t: int, metric: float | None) -> None:
         """Step ``t`` of the algorithm is over: set the step sizes of the next one (``None``: it was skipped)."""
         if self.rate is not None:
-            for group in self.optimizer.param_groups:
-                group["lr"] = self.rate(t + 1)
+            self.set_lr(self.rate(t + 1))
         if self.scheduler is None or self.each_update:
             return
         if not isinstance(self.scheduler, ReduceLROnPlateau):
@@ -391,7 +388,11 @@ class LevelOptimizer:
         """Continue from a :meth:`state_dict`."""
         groups = [state["groups"][str(i)] for i in range(len(state["groups"]))]
         memory = {int(key): copies(value) for key, value in state["state"].items()}
-        self.optimizer.load_state_dict({"state": memory, "param_groups": [dict(group) for group in groups]})
+        self.optimizer.load_state_dict({"state": memory, "param_groups": groups})
+        for key, loaded in self.optimizer.state_dict()["state"].items():  # torch casts to the dtype of the parameter
+            for name, x in memory.get(key, {}).items():
+                if isinstance(x, Tensor) and name in loaded and loaded[name].dtype != x.dtype:
+                    loaded[name] = x.to(loaded[name].device)
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         self.factor = state["factor"]

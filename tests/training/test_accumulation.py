@@ -262,6 +262,17 @@ def test_batch_norm_is_refused_in_training_only() -> None:
     torch.testing.assert_close(problem.inner(model, nn.Module(), x).value, model(x).mean())
 
 
+def test_the_check_for_a_mean_leaves_buffers_as_they_are() -> None:
+    """The powers of a spectral norm went on, so that a resumed run, which checks again, was another one."""
+    setting = Setting()
+    model = nn.utils.parametrizations.spectral_norm(nn.Linear(D, C).double())
+    before = {name: x.clone() for name, x in model.named_buffers()}
+    means: set[Any] = set()
+    check_is_mean("inner", setting.inner, model, setting.hyper, setting.batch, means)
+    assert means == {"inner"} and before.keys() == dict(model.named_buffers()).keys()
+    assert all(torch.equal(x, before[name]) for name, x in model.named_buffers())
+
+
 def test_differently_masked_criteria_are_refused() -> None:
     model, x = nn.Linear(D, C), torch.randn(8, D)
     y = torch.tensor([0, 1, 2, 0, -100, -100, -100, 1])

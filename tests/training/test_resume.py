@@ -101,6 +101,22 @@ def test_any_schedule_continues(schedule: Any, tensor: bool, tmp_path: Path) -> 
     assert digest(resumed.state_dict(), tmp_path) == digest(whole.state_dict(), tmp_path)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD])
+def test_states_in_another_dtype_than_their_parameter_continue(kind: Any, tmp_path: Path) -> None:
+    """torch keeps some numbers in float32 beside parameters in float64, and loads them as float64."""
+
+    def prepare(steps: int) -> hk.Run:
+        model, hyper = PROBLEM.modules()
+        optimizer = kind(model.parameters(), lr=0.05)
+        algorithm = hk.algorithms.aid_cg(3, inner_steps=2)
+        data = PROBLEM.data()
+        return hk.fit(PROBLEM.problem(), model, hyper, algorithm, *data, steps=steps, inner_optimizer=optimizer)
+
+    whole = prepare(5)
+    prepare(2).save(tmp_path)
+    assert digest(prepare(0).resume(tmp_path).advance(3).state_dict(), tmp_path) == digest(whole.state_dict(), tmp_path)
+
+
 def test_all_random_states_are_restored() -> None:
     numpy = pytest.importorskip("numpy")
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hyperkron import cross, trees
 from hyperkron.algorithms.base import State, StepReport
@@ -70,16 +70,15 @@ def elsewhere(state: State, theta: Tree, hyper: Tree) -> Iterator[None]:
 
 
 @contextmanager
-def kept_buffers(state: State) -> Iterator[None]:
+def kept_buffers(model: nn.Module, hyper: nn.Module) -> Iterator[None]:
     """After the block the buffers of model and hyper are what they were: the same tensors with the same values."""
-    own = [(m, m._buffers.copy()) for m in modules_of(state.model, state.hyper)]
+    own = [(m, m._buffers.copy()) for m in modules_of(model, hyper)]
     kept = [(b, b.detach().clone()) for _, buffers in own for b in buffers.values() if b is not None]
     try:
         yield
     finally:
-        with torch.no_grad():
-            for b, value in kept:
-                b.copy_(value)
+        for b, value in kept:
+            b.data.copy_(value)  # not a new version: graphs from before the block stay valid
         for module, buffers in own:
             module._buffers.update(buffers)
 
@@ -107,7 +106,7 @@ def gradients(
     low = state.inner.autocast if level == "inner" and not hyper and (live or state.inner.scaler is None) else None
     with (
         nullcontext() if theta is None else placed(state.params, theta),
-        nullcontext() if live else kept_buffers(state),
+        nullcontext() if live else kept_buffers(state.model, state.hyper),
         torch.enable_grad(),
         differentiable_checkpoints(),
         torch.autocast(kind, low) if low else nullcontext(),

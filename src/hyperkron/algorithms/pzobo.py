@@ -72,7 +72,8 @@ class PZOBO(Algorithm):
         devices = [] if device.type == "cpu" else [device]
         scaler = twin.scaler
         kept = {} if scaler is None else scaler.state_dict()
-        with derivatives.kept_buffers(state), torch.random.fork_rng(devices, device_type=device.type):
+        buffers = derivatives.kept_buffers(state.model, state.hyper)
+        with buffers, torch.random.fork_rng(devices, device_type=device.type):
             for batch in inner_batches:
                 found = derivatives.gradients(state, "inner", batch, theta=twin.params, live=True, hyper=False)
                 twin.step(found.theta)

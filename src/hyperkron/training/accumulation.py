@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from hyperkron.algorithms.derivatives import kept_buffers
 from hyperkron.batch_tensors import map_tensors, tensors_of
 from hyperkron.evaluation.differentiation import gradients_of
 from hyperkron.evaluation.point import Level
@@ -310,7 +311,8 @@ def check_is_mean(
     named = work.named()
     inputs, together = tuple(named[name] for name in work.names), any(is_sharded(x) for x in named.values())
     try:
-        whole, both, drew, coarse = _on_whole_and_halves(work, inputs, part, halves)
+        with kept_buffers(model, hyper):
+            whole, both, drew, coarse = _on_whole_and_halves(work, inputs, part, halves)
     except (HyperkronError, torch.OutOfMemoryError):
         if together:  # the other processes go on to the next half, which needs this one
             raise
