@@ -179,9 +179,9 @@ class LevelOptimizer:
                 "learning rate stays as it is; pass both as hyperkron.algorithms.Updates(optimizer, scheduler).",
             )
         held = {id(p): p for group in self.optimizer.param_groups for p in group["params"]}
+        whose, other = ("model", "hyper") if level == "inner" else ("hyper", "model")
         foreign = [name for name, p in others.items() if id(p) in held]
         if foreign:
-            whose, other = ("model", "hyper") if level == "inner" else ("hyper", "model")
             raise HyperkronError(
                 f"{level}_optimizer also holds {first_of(foreign)} of {other}; give it "
                 f"{whose}.parameters() alone: each level is moved by its own optimizer."
@@ -189,7 +189,6 @@ class LevelOptimizer:
         own = {id(p) for p in self.params.values()}
         strangers = [tuple(p.shape) for key, p in held.items() if p.requires_grad and key not in own]
         if strangers and own:  # an algorithm that trains θ alone takes nothing of hyper
-            whose = "model" if level == "inner" else "hyper"
             warn_once(
                 f"{level}-strangers {strangers}",
                 f"{level}_optimizer also holds a parameter of shape {strangers[0]} (and {len(strangers) - 1} others) "
@@ -386,9 +385,10 @@ class LevelOptimizer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a :meth:`state_dict`."""
-        groups = [state["groups"][str(i)] for i in range(len(state["groups"]))]
         memory = {int(key): copies(value) for key, value in state["state"].items()}
-        self.optimizer.load_state_dict({"state": memory, "param_groups": groups})
+        self.optimizer.load_state_dict({"state": memory, "param_groups": list(state["groups"].values())})
+        if lacking := [name for name in self.optimizer.defaults if name not in self.optimizer.param_groups[0]]:
+            raise HyperkronError(f"the saved optimizer has no {first_of(lacking)}; use an optimizer of its kind.")
         for key, loaded in self.optimizer.state_dict()["state"].items():  # torch casts to the dtype of the parameter
             for name, x in memory.get(key, {}).items():
                 if isinstance(x, Tensor) and name in loaded and loaded[name].dtype != x.dtype:

@@ -205,6 +205,25 @@ def test_another_algorithm_cannot_continue_even_with_changes(tmp_path: Path, oth
     assert again.state.step == 2
 
 
+def test_another_kind_of_optimizer_cannot_continue_even_with_changes(tmp_path: Path) -> None:
+    """It was a KeyError in the next step."""
+    quadratic(2).save(tmp_path)
+    model, hyper = PROBLEM.modules()
+    algorithm, adam = hk.algorithms.aid_cg(3, inner_steps=2), torch.optim.Adam(model.parameters())
+    run = hk.fit(PROBLEM.problem(), model, hyper, algorithm, *PROBLEM.data(), steps=0, inner_optimizer=adam)
+    with pytest.raises(hk.training.CheckpointError, match="the saved optimizer has no betas"):
+        run.resume(tmp_path, allow_changes=True)
+
+
+def test_a_checkpoint_in_place_of_its_folder_is_refused(tmp_path: Path) -> None:
+    """The run began again."""
+    path = quadratic(2).save(tmp_path)
+    with pytest.raises(hk.training.CheckpointError, match=f"single checkpoint; give the folder .* {tmp_path}"):
+        quadratic(0).resume(path)
+    with pytest.raises(hk.training.CheckpointError, match="is a file"):
+        checkpoint.candidates(path / "manifest.json")
+
+
 def test_another_world_size_is_refused() -> None:
     assert checkpoint.About(world_size=2).differences(checkpoint.About()) == [
         "world size: 2 in the checkpoint, 1 in this run"

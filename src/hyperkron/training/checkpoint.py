@@ -198,6 +198,11 @@ def refuse_overtaken(folder: str | Path, step: int) -> None:
 def candidates(folder: str | Path) -> list[Path]:
     """The checkpoints in a folder, unverified, the newest first."""
     folder = Path(folder)
+    if folder.is_file() or (_STEP.match(folder.name) and (folder / MANIFEST).exists()):
+        raise CheckpointError(
+            f"{folder} is a {'file' if folder.is_file() else 'single checkpoint'}; give the folder of the "
+            f"checkpoints, such as {folder.parent} (run.resume(folder, step=…) takes a certain one)."
+        )
     if not folder.is_dir():
         return []
     found = [path for path in folder.iterdir() if _STEP.match(path.name) and not path.is_symlink() and path.is_dir()]
