@@ -1,4 +1,4 @@
-"""Two processes of which one is given data that do not fit: what both of them say."""
+"""Two processes with data of their own: a run of theirs continues, and data that do not fit are named on both."""
 
 from __future__ import annotations
 
@@ -49,6 +49,26 @@ def wrong_data(rank: int, folder: Path) -> None:
     )
 
 
+def continued(rank: int, folder: Path) -> None:
+    """Writes down whether a run continues bit for bit, each process with batches in an order of its own."""
+    ends = []
+    for steps, saved in ((4, "whole"), (1, "run"), (4, "run")):
+        torch.manual_seed(0)
+        model, problem = nn.Linear(4, 3), hk.training.DataParallel(hk.BilevelProblem(_inner, _outer), divide=False)
+        weights = hk.SampleWeights(10)
+        rows = torch.randn(10, 4), torch.arange(10) % 3, torch.arange(10)
+        loader = torch.utils.data.DataLoader(
+            torch.utils.data.TensorDataset(*rows), 3, shuffle=True, generator=torch.Generator().manual_seed(rank)
+        )
+        examples = hk.algorithms.Examples(*rows, batch_size=4, seed=rank)
+        run = hk.fit(
+            problem, model, weights, hk.AID(hk.identity(), 1), loader, examples, steps=steps, resume=folder / saved
+        )
+        run.save(folder / saved)
+        ends.append(torch.cat([p.detach().flatten() for p in (*model.parameters(), *weights.parameters())]))
+    (folder / f"continued {rank}").write_text(str(torch.equal(ends[0], ends[2])))
+
+
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two")
@@ -60,12 +80,18 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Path:
     code = (
         "import sys; from pathlib import Path; import torch, parallel_runs, test_uneven_processes as test\n"
         "torch.set_num_threads(1); folder = Path(sys.argv[1])\n"
-        "started = parallel_runs.started(2, lambda rank: test.wrong_data(rank, folder), folder)\n"
+        "def checks(rank): test.continued(rank, folder); test.wrong_data(rank, folder)\n"
+        "started = parallel_runs.started(2, checks, folder)\n"
         "sys.exit(any(parallel_runs.exit_codes(started)))"
     )
     done = subprocess.run([sys.executable, "-c", code, str(folder)], env=here, text=True, timeout=300, check=False)
     assert done.returncode == 0, [(folder / f"errors-{rank}").read_text()[-2000:] for rank in range(2)]
     return folder
+
+
+def test_each_process_continues_with_its_own_batches(said: Path) -> None:
+    """All continued with those of the first one."""
+    assert [(said / f"continued {rank}").read_text() for rank in range(2)] == ["True", "True"]
 
 
 @pytest.mark.parametrize("case", range(4))

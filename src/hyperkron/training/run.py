@@ -23,7 +23,7 @@ from hyperkron.training.history import History, JSONLog, Value
 from hyperkron.training.locks import FolderLock
 from hyperkron.training.program import Program
 from hyperkron.training.randomness import random_state, set_random_state
-from hyperkron.training.sharded import holds_rows, resharded, write_rows
+from hyperkron.training.sharded import holds_rows, of_all_ranks, resharded, write_rows
 from hyperkron.training.signals import Interrupted, Signals
 from hyperkron.training.undo import RecordedBatches, undoable_step
 from hyperkron.validation import check_nonnegative, check_whole
@@ -229,7 +229,7 @@ class Run:
                 "make the run with the callbacks it was saved with."
             )
         self.state.load_state_dict(state["state"])
-        self.batches.load_state_dict(state["draw"])
+        self.batches.load_state_dict(state.get("draws", {}).get(str(self.group.rank), state["draw"]))
         self.history.load_state_dict(state["history"])
         self.seconds = state.get("seconds", 0.0)
         for callback in self.callbacks:
@@ -260,6 +260,8 @@ class Run:
 
     def _save(self, folder: str | Path) -> Path:
         rows, path = None, checkpoint.place(folder, self.state.step)
+        own_data = self.group.size > 1 and not self.state.problem.divides
+        draws = {"draws": of_all_ranks(self.batches.state_dict(), self.group)} if own_data else {}
         if self._sharded:
             staging = checkpoint.staging(folder, self.state.step)
             rows = staging, write_rows(staging, self.state_dict(), self.group)
@@ -267,7 +269,8 @@ class Run:
         if self.group.rank == 0:
             try:
                 with self._lock(folder):
-                    checkpoint.write(folder, self.state.step, self.state_dict(), self.about(), rows)
+                    state = self.state_dict() | draws
+                    checkpoint.write(folder, self.state.step, state, self.about(), rows)
             except CheckpointError as error:
                 failure = error
         if rows is not None and not self.group.all(failure is None) and failure is None:

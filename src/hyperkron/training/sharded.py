@@ -6,6 +6,7 @@ folder/step-00000123/tensors-rank00001.safetensors    the rows of the second pro
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from hyperkron.algorithms import State
@@ -21,7 +23,7 @@ from hyperkron.collectives import Group
 from hyperkron.sharded_functions import sharded_over
 from hyperkron.sharding import is_sharded, own_rows, sharded_like
 from hyperkron.training import files
-from hyperkron.training.encoding import CheckpointError, DamagedCheckpoint, sharded_rows
+from hyperkron.training.encoding import CheckpointError, DamagedCheckpoint, join, sharded_rows, split
 
 FILE = re.compile(r"tensors-rank(\d{5})\.safetensors\Z")
 
@@ -74,6 +76,21 @@ def write_rows(staging: Path, state: dict[str, Any], group: Group) -> dict[str, 
         for rank, (_, size, *words) in enumerate(table)
         if rank > 0
     }
+
+
+def of_all_ranks(state: dict[str, Any], group: Group) -> dict[str, Any]:
+    """The states of all ranks, by their numbers: where each of them stands in data of its own."""
+    tree, tensors = split(state)
+    text = json.dumps(tree).encode()
+    own = bytearray(len(text).to_bytes(8, "little") + text + save(tensors))
+    table = group.lists(torch.frombuffer(own, dtype=torch.uint8).to(group.device or "cpu", torch.int64))
+    assert table is not None
+    found = {}
+    for rank, row in enumerate(table.cpu()):
+        data = bytes(row[row >= 0].tolist())
+        end = 8 + int.from_bytes(data[:8], "little")
+        found[str(rank)] = join(json.loads(data[8:end]), load(data[end:]).__getitem__)
+    return found
 
 
 def _file(rank: int) -> str:
