@@ -259,6 +259,14 @@ def test_where_autocast_is_good_it_stays() -> None:
     assert torch.equal(found.grads["weight"], kept) and not torch.equal(kept, without)
 
 
+def test_the_size_of_a_loss_does_not_make_autocast_too_coarse() -> None:
+    model, x = models()["tokens"]
+    weights, batch = hk.SampleWeights(32), (x, torch.arange(32) % 4, torch.arange(32))
+    usual = looking()
+    small = hk.BilevelProblem(usual.inner, lambda m, w, b: 1e-25 * usual.outer(m, w, b))
+    assert "autocast" not in hk.identity().compute(small, model, weights, batch, batch).stats
+
+
 def test_what_was_found_is_remembered_by_a_resumed_run(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = models()["tokens"]
     batch = x, torch.arange(32) % 4, torch.arange(32)

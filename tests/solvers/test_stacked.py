@@ -118,6 +118,21 @@ def test_negative_curvature_ends_one_system_alone() -> None:
         torch.testing.assert_close(found.value["w"][q], one.value["w"])
 
 
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_solutions_are_as_large_as_right_hand_sides(size: float) -> None:
+    """Also where float32 holds these, but not their squares."""
+
+    class Diagonal(Operator):
+        def matvec(self, v: trees.Tree) -> trees.Tree:
+            return {"w": v["w"] * torch.tensor([1.0, 2.0, 4.0])}
+
+    b = {"w": torch.tensor([[1.0, 0.0, 1.0], [0.1, 1.0, 1.0], [0.0, 0.0, 0.0]])}
+    found, wanted = (CG(5).solve_stacked(Diagonal(), trees.scale(b, c)) for c in (size, 1.0))
+    assert found.status is wanted.status is Status.CONVERGED
+    torch.testing.assert_close(found.value["w"] / size, wanted.value["w"])
+    torch.testing.assert_close(wanted.value["w"], b["w"] / torch.tensor([1.0, 2.0, 4.0]))
+
+
 def test_a_right_hand_side_that_is_not_finite_is_refused() -> None:
     with at(30) as point:
         b = {n: torch.full((2, *p.shape), float("nan"), dtype=p.dtype) for n, p in point.params.items()}

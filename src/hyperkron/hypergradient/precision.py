@@ -47,12 +47,14 @@ def _cosine(make_point: Callable[..., Point], evaluate: Callable[[Point], Loss])
             return 1.0
         exact = gradient_tree(loss.value, point.params)
         del loss
-    if not trees.norm(exact) > 0.0:
+    size = trees.norm(exact)
+    if not size > 0.0:
         return 1.0
     try:
         with make_point() as point:
             rounded = gradient_tree(evaluate(point).value, point.params)
     except NonFiniteError:  # float16 overflows
         return 0.0
-    cosine = float(trees.dot(exact, rounded) / (trees.norm(exact) * trees.norm(rounded)))
+    units = trees.scale(exact, 1.0 / size), trees.scale(rounded, 1.0 / trees.norm(rounded))
+    cosine = float(trees.dot(*units))
     return cosine if math.isfinite(cosine) else 0.0

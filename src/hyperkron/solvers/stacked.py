@@ -21,10 +21,12 @@ def stacked_cg(
         All solutions, stacked; the worst status, all iterations and products, and the largest residual.
     """
     given, b = b, trees.widened(trees.map(Tensor.detach, b))
-    size = _dot(b, b).sqrt()
-    if not bool(size.isfinite().all()):
+    peak = torch.stack([x.reshape(len(x), -1).abs().amax(1) for x in b.values()]).amax(0)
+    if not bool(peak.isfinite().all()):
         raise NonFiniteError("b holds NaN or infinity; check the outer loss and its batch")
-    eps = LinearSystem(operator, b).epsilon
+    unit = torch.ldexp(torch.ones_like(peak), peak.frexp().exponent.clamp(-126, 126))  # squares of b/unit are in range
+    eps, b = LinearSystem(operator, b).epsilon, _scaled(b, 1 / unit)
+    size = _dot(b, b).sqrt()
     goal, r = max(tolerance, eps), _scaled(b, torch.where(size > 0, 1 / size, 0.0))  # systems of unit size
     active = size > 0
     v, p = trees.zeros_like(r), _inverse(preconditioner, r)
@@ -58,7 +60,7 @@ def stacked_cg(
         Status.NON_FINITE if x else Status.NONPOSITIVE_CURVATURE if y else Status.CONVERGED if c else Status.BUDGET
         for x, y, c in zip(non_finite.tolist(), nonpositive.tolist(), (residual <= goal).tolist(), strict=True)
     ]
-    value = trees.cast(_scaled(v, size), given)
+    value = trees.cast(_scaled(v, size * unit), given)
     return Solution(value, worst(statuses), int(done.sum()), products, float(residual.max()))
 
 
