@@ -48,10 +48,11 @@ def measure(point: Point, plan: Plan, how: Measurement) -> Measured:
         size = recorder.batch_size * point.problem.group.size
         vectors = _vectors(loss, size, how)
         place = loss.terms[0].place if loss.terms else None  # of these examples in the whole batch
-        examples = _examples(recorder, loss, part) if loss.terms else 1
-        drawn = how.fisher in DRAWN  # vectors of examples are already independent
-        signed = None if drawn else partial(_signed, how.generator, place, examples)
-        found = recorder.backward(point.params, vectors, signed, _unbatched(recorder, loss))
+        signed, unbatched = None, False
+        if loss.terms and how.fisher not in DRAWN:  # drawn vectors of examples are already independent
+            signed = partial(_signed, how.generator, place, _examples(recorder, loss, part))
+            unbatched = _unbatched(recorder, loss)
+        found = recorder.backward(point.params, vectors, signed, unbatched)
         if len(parts) == 1:
             return found if how.owners is None else over_ranks(found, plan, how.owners.group, like)
         counts = rows(loss.terms, recorder.batch_size)  # counting rows waits for the device

@@ -234,7 +234,7 @@ class Recorder:
         names = [*plan.rest, *found.uncalled] if self.how.diagonal and plan.fallback == "diagonal" else []
         inputs = [*self.tokens, *(params[name] for name in names)]
         for output, vector, last in with_last(vectors):
-            if (names or unbatched) and signed is not None and vector.dim() > 0:
+            if signed is not None and (names or unbatched):
                 vector = signed(vector)
             self._last = last
             gradients = torch.autograd.grad(
