@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import hyperkron as hk
 import oracles
-from cases import DOUBLE
+from cases import DOUBLE, make
 from crossing import X, Y, setting
 from hyperkron.cross import forward, reverse
 
@@ -121,3 +121,18 @@ def test_weight_norm_in_micro_batches_and_in_hyper_is_right() -> None:
     found = hk.identity(cross="reverse").compute(problem, model, net, None, None).grads
     wanted = hk.identity(cross="difference").compute(problem, model, net, None, None).grads
     assert oracles.relative(found, wanted) < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["weight norm of all", "group norm, channels last"])
+def test_where_forward_mode_of_torch_is_broken_the_error_says_what_to_do(kind: str) -> None:
+    if kind == "weight norm of all":
+        net, shape = nn.Sequential(nn.utils.weight_norm(nn.Linear(3, 2), dim=None)), (3,)
+    else:
+        images = nn.Conv2d(2, 4, 1).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        net, shape = nn.Sequential(images, nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(36, 2)), (2, 3, 3)
+    case = make(net, shape, loss="cross_entropy")
+    x, y = case.inner_batch
+    case.inner_batch = (x.contiguous(memory_format=torch.channels_last), y) if x.dim() == 4 else (x, y)
+    method = hk.Implicit(hk.curvature.Identity(), hk.solvers.Direct(), cross="forward")
+    with pytest.raises(hk.HyperkronError, match="use cross='reverse' or cross='auto'"):
+        method.compute(*case.arguments)

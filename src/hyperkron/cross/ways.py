@@ -30,6 +30,12 @@ from hyperkron.trees import HALF_TYPES, Tree
 
 T = TypeVar("T")
 
+_NO_FORWARD_MODE = (
+    "forward AD", "forward mode", "forward gradient", "jvp", "functorch transform",
+    "view size is not compatible",  # group norm of images with their channels last
+)  # fmt: skip
+"""What torch's errors say where an operation has no forward mode, or a broken one."""
+
 
 class NoForwardModeError(UndifferentiableError):
     """An operation of the model has no forward mode."""
@@ -86,7 +92,7 @@ def forward_mode() -> Iterator[None]:
     try:
         yield
     except RuntimeError as failure:
-        if not any(words in str(failure) for words in ("forward AD", "forward mode", "jvp", "functorch transform")):
+        if not any(words in str(failure) for words in _NO_FORWARD_MODE):
             raise
         raise NoForwardModeError(str(failure).strip().splitlines()[0]) from failure
 
