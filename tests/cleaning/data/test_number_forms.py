@@ -148,6 +148,15 @@ def test_dates_that_could_be_read_either_way_are_told(days: tuple[str, ...]) -> 
     assert told == ("13" not in days)
 
 
+def test_dates_of_other_rows_in_the_other_order_are_told() -> None:
+    encoding, _ = TableEncoding.fit({"c": [f"2021-03-{day:02d}" for day in range(1, 29)]})
+    told = (
+        "column 'c' holds '13/01/2022', taken as missing: the month is expected first, and other dates are read so, too"
+    )
+    assert encoding.surprises({"c": ["05/01/2022", "13/01/2022"]})[0].startswith(told)
+    assert "'soon', taken as missing: dates are expected." in encoding.surprises({"c": ["soon"]})[0]
+
+
 def test_a_few_amounts_of_another_currency_are_missing_and_told() -> None:
     prices = [f"${v}" for v in range(60)] + ["€7", "£8"]
     encoding, messages = TableEncoding.fit({"c": prices})

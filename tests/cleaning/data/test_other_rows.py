@@ -17,7 +17,8 @@ TRAIN = {
 }
 OTHER = {"when": ["01/22/2023", "21/01/2023"], "town": ["Paris", "Rome"], "size": [1.25, 2.5], "label": ["a", "b"]}
 TOLD = [
-    "column 'when' holds '01/22/2023', taken as missing: dates are expected.",
+    "column 'when' holds '01/22/2023', taken as missing: the day is expected first, and other dates are read so, too; "
+    "write all as 2021-12-31.",
     "column 'town' holds 'Paris', which no training row has: the model learns nothing from it.",
 ]
 

@@ -148,3 +148,8 @@ def test_mistakes_are_named(table: Any, arguments: dict[str, Any], said: str) ->
 def test_silence_cannot_be_a_class() -> None:
     with pytest.raises(HyperkronError, match="-1 stands for silence"):
         read_pair({"x": np.eye(2), "y": np.array([[-1, 1], [1, 2]])}, {"x": 2 * np.eye(2), "y": [-1, 1]})
+
+
+def test_votes_of_which_all_are_silent_are_refused() -> None:
+    with pytest.raises(HyperkronError, match="no annotator gives a label, all cells are empty or -1"):
+        read_pair({"x": np.eye(3), "y": np.full((3, 2), -1)}, {"x": np.eye(3) + 1, "y": [0, 1, 0]})

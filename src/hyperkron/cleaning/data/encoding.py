@@ -167,7 +167,7 @@ class TableEncoding:
             cells = columns[column.name]
             if isinstance(column, Number):
                 strange = read_numbers(cells, column.written)[1]
-                why = f"taken as missing: {column.written.expected()} are expected"
+                why = f"taken as missing: {column.written.expected(strange)}"
                 found += [note for note in [marks_note(column.name, column.written, cells)] if note]
             else:
                 names = () if column.other else map(category, cells)

@@ -26,9 +26,19 @@ class Written(NamedTuple):
     form: NumberForm = "plain"
     unit: str = ""
 
-    def expected(self) -> str:
-        """What a cell holds."""
-        return "dates" if self.form.startswith("date") else f"numbers with {self.unit}" if self.unit else "numbers"
+    @property
+    def other_order(self) -> NumberForm:
+        """Dates with day and month the other way round."""
+        return "date" if self.form == "date, day first" else "date, day first"
+
+    def expected(self, strange: Iterable[Any]) -> str:
+        """What the cells are expected to hold, where some do not."""
+        if not self.form.startswith("date"):
+            return f"numbers{' with ' * bool(self.unit)}{self.unit} are expected"
+        if all(_days(value, self.other_order) is None for value in strange):
+            return "dates are expected"
+        part = "day" if self.form == "date, day first" else "month"
+        return f"the {part} is expected first, and other dates are read so, too; write all as 2021-12-31"
 
 
 PLAIN = Written()
@@ -154,10 +164,9 @@ def marks_note(name: str, written: Written, values: Values) -> str:
 
 def _either_way(listed: Iterable[Any], written: Written) -> str:
     """What to say where every date would be one with day and month the other way round, too."""
-    other: NumberForm = "date" if written.form == "date, day first" else "date, day first"
     differ = ""
     for value in listed:
-        here, there = _days(value, written.form), _days(value, other)
+        here, there = _days(value, written.form), _days(value, written.other_order)
         if here is not None and there is None:
             return ""
         if here != there:

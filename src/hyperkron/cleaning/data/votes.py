@@ -39,6 +39,10 @@ class Ballot:
         """
         said = [[None if name == str(SILENT) else name for name in column] for column in columns]
         answers = ordered({name for column in said for name in column if name is not None})
+        if not answers:
+            raise HyperkronError(
+                f"{listing(annotators)}: no annotator gives a label, all cells are empty or -1; fill some in."
+            )
         number: dict[str | None, int] = {name: i for i, name in enumerate(answers)} | {None: SILENT}
         votes = np.array([[number[name] for name in column] for column in said], dtype=np.int64).T
         return cls(np.ascontiguousarray(votes), answers, tuple(annotators))
