@@ -93,11 +93,16 @@ def test_errors() -> None:
 
 
 def test_a_person_sees_dates_and_whole_numbers_as_they_are() -> None:
-    table = {"when": ["24.02.2022", "", "13.01.2021", "01.12.2020"], "order": [1482262, 1090954, 1779390, 1607018]}
+    table: dict[str, list[object]] = {
+        "when": ["24.02.2022", "", "13.01.2021", "01.12.2020"],
+        "order": [1482262, 1090954, 1779390, 1607018],
+    }
+    table["day"] = [20211007, 20200301, 20201231, 19991231]  # of these numbers float32 holds every other one
     rows = read({**table, "label": ["a", "b", "a", "b"]})
     seen = [shown(rows, inputs)["features"] for inputs in rows.inputs]
     assert [row["when"] for row in seen] == ["2022-02-24", None, "2021-01-13", "2020-12-01"]
     assert [wording.value(row["order"]) for row in seen][:2] == ["1482262", "1090954"]
+    assert [wording.value(row["day"]) for row in seen] == [str(day) for day in table["day"]]
 
 
 def test_a_person_sees_the_names_in_a_column_and_not_its_inputs() -> None:

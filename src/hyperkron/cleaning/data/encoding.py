@@ -37,7 +37,8 @@ class Number:
 
     ``flagged`` says that values were missing in training, so that an input of its own says where they are; ``form`` and
     ``unit`` how the numbers are written. ``offset`` is taken off before they become float32: not 0 only where numbers
-    are so large beside their differences, such as times in milliseconds, that float32 would lose these.
+    are so large beside their differences, such as times in milliseconds, that float32 would lose these, or where whole
+    numbers are so large that it does not hold them all, such as 20211007.
     """
 
     name: str
@@ -282,8 +283,9 @@ def _fit_column(name: str, values: Values, cap: int) -> tuple[Column | None, str
             f"{listing(dict.fromkeys(repr(str(value)[:40]) for value in strange))}."
         )
     moved = float(np.abs(here.astype(np.float32) - here).max())
+    exact = bool((here == np.round(here)).all())  # 20211007 is to be shown as it is
     unit = 2.0 ** math.floor(math.log2(scale))  # taking off multiples of it is exact
-    offset = round(mean / unit) * unit if moved > _LOST * scale else 0.0
+    offset = round(mean / unit) * unit if moved > (0.0 if exact else _LOST * scale) else 0.0
     return Number(name, mean, scale, flagged, written.form, offset, written.unit), " ".join(filter(None, messages))
 
 
