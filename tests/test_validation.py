@@ -13,6 +13,7 @@ import torch
 
 from hyperkron.solution import HyperkronError
 from hyperkron.validation import (
+    check_device,
     check_interval,
     check_nonnegative,
     check_one_of,
@@ -101,3 +102,28 @@ def test_a_long_value_is_shortened(check: Callable[[str, object], None]) -> None
     with pytest.raises(HyperkronError) as caught:
         check("steps", "x" * 1000)
     assert len(str(caught.value)) < 150
+
+
+GPU_NAMES = ("cuda", "cuda:0", "cuda:1", torch.device("cuda", 1))
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_devices_are_those_that_torch_can_use(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    assert check_device("device", "auto").type == ("cuda" if count else "cpu")
+    assert check_device("device", "cpu") == check_device("device", torch.device("cpu")) == torch.device("cpu")
+    for name in GPU_NAMES[: 2 * count]:
+        assert check_device("device", name) == torch.device(name)
+    seen = ("no GPU; use auto or cpu", "one GPU, cuda:0; use auto or cpu", "2 GPUs, cuda:0 to cuda:1; use auto or cpu")
+    for name in (*GPU_NAMES[2 * count :], "cuda:7"):
+        with pytest.raises(HyperkronError, match=f"device='{name}' is not here: torch can use {seen[count]}"):
+            check_device("device", name)
+
+
+@pytest.mark.parametrize("name", ["gpu", "mps", "xpu", "cuda:-1", "cuda:256", "CUDA", "", "meta", None, 1.5])
+def test_other_devices_are_refused(monkeypatch: pytest.MonkeyPatch, name: object) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 300)
+    with pytest.raises(HyperkronError, match=f"device='{name}' is (unknown|not supported); use auto, cpu or cuda"):
+        check_device("device", name)

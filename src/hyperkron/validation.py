@@ -8,7 +8,9 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, NoReturn
+
+import torch
 
 from hyperkron.solution import HyperkronError
 
@@ -50,6 +52,27 @@ def check_one_of(name: str, value: object, allowed: Sequence[str]) -> None:
     if not isinstance(value, str) or value not in allowed:
         *most, last = allowed
         _refuse(name, value, "is unknown", f"choose {', '.join(most)} or {last}" if most else f"choose {last}")
+
+
+def check_device(name: str, value: object) -> torch.device:
+    """The CPU or GPU that a name such as ``cuda:1`` means, ``auto`` a GPU if there is one; others are refused."""
+    there = torch.cuda.is_available()
+    if value == "auto":
+        return torch.device("cuda" if there else "cpu")
+    try:
+        device = torch.device(value)  # type: ignore[call-overload]
+        if isinstance(value, str) and str(device) != value:  # torch reads cuda:256 as cuda:0
+            raise ValueError
+    except (RuntimeError, TypeError, ValueError):
+        _refuse(name, str(value), "is unknown", "use auto, cpu or cuda, or a GPU by its number, such as cuda:0")
+    if device.type not in ("cpu", "cuda"):
+        _refuse(name, str(value), "is not supported", "use auto, cpu or cuda")
+    if device.type == "cuda" and not there:
+        _refuse(name, str(value), "is not here: torch can use no GPU", "use auto or cpu")
+    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+        which = "one GPU, cuda:0" if count == 1 else f"{count} GPUs, cuda:0 to cuda:{count - 1}"
+        _refuse(name, str(value), f"is not here: torch can use {which}", "use auto or cpu, or a GPU that is here")
+    return device
 
 
 def check_takes(name: str, function: Callable[..., object], *arguments: str) -> None:
@@ -104,5 +127,5 @@ def _number(value: object) -> float:
     return float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
 
 
-def _refuse(name: str, value: object, problem: str, remedy: str) -> None:
+def _refuse(name: str, value: object, problem: str, remedy: str) -> NoReturn:
     raise HyperkronError(f"{name}={value!r:.80} {problem}{'; ' if remedy else ''}{remedy}.")

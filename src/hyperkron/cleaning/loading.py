@@ -18,12 +18,13 @@ from hyperkron.cleaning.fields import FORMAT, REMEDY, Fields, parse, read_object
 from hyperkron.cleaning.given import Given
 from hyperkron.cleaning.models import TextEncoder
 from hyperkron.cleaning.models.trees import rebuilt
-from hyperkron.cleaning.prepare import InputTransform, network_builder, pick_device
+from hyperkron.cleaning.prepare import InputTransform, network_builder
 from hyperkron.cleaning.recorded import encoder_identity, refuse_other_encoder, refuse_other_model
 from hyperkron.cleaning.result import CleanResult
 from hyperkron.solution import HyperkronError
 from hyperkron.training.encoding import DamagedCheckpoint
 from hyperkron.training.files import TensorFile
+from hyperkron.validation import check_device
 
 
 def load(
@@ -146,7 +147,7 @@ def _predictor(
         form = InputForm.from_json(about.raw)
     except (DamagedCheckpoint, OSError, KeyError, TypeError, ValueError) as error:
         raise HyperkronError(f"{folder / 'inputs.safetensors'} is damaged ({error}); {REMEDY}.") from error
-    where = pick_device(device)
+    where = check_device("device", device)
     layers, shape = int(about.raw.get("layers") or 0), tuple(int(n or 0) for n in about.numbers("input_shape"))
     transform = InputTransform.load(form, tensors, _encoder(about, encoder, where), layers)
     build = network_builder(transform, shape, len(about.texts("classes")), model)

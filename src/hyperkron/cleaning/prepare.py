@@ -21,6 +21,7 @@ from hyperkron.cleaning.models import HashedNgrams, TextEncoder, default_model
 from hyperkron.cleaning.stages import Stages, Tensors
 from hyperkron.cleaning.trainer import Dense, Inputs
 from hyperkron.solution import HyperkronError
+from hyperkron.validation import check_device
 
 if TYPE_CHECKING:
     from hyperkron.cleaning.models.encoder import Progress as TokenProgress
@@ -123,19 +124,6 @@ def network_builder(
     return model or default_model(shape, classes)
 
 
-def pick_device(name: str) -> torch.device:
-    """``auto`` is a GPU if there is one."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise HyperkronError(f"device={name!r} is unknown; use auto, cpu or cuda.") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise HyperkronError(f"device={name!r}, but no GPU can be used here; use auto or cpu.")
-    return device
-
-
 def refuse_early(parts: list[Labelled], config: CleanConfig, model: Callable[[], nn.Module] | None) -> None:
     """Meet settings that cannot work before anything is written."""
     if not isinstance(config, CleanConfig):
@@ -144,7 +132,7 @@ def refuse_early(parts: list[Labelled], config: CleanConfig, model: Callable[[],
         raise HyperkronError(
             f"model is a {type(model).__name__}, but several are trained; pass a function that returns a new one."
         )
-    pick_device(config.device)
+    check_device("device", config.device)
     for name, value in (("layers", config.layers), ("encoder", config.encoder)):
         if value and parts[0].kind != "text":
             raise HyperkronError(f"{name}={value!r} is for texts, but these are {parts[0].kind} inputs; leave it out.")

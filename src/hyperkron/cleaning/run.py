@@ -26,7 +26,7 @@ from hyperkron.cleaning.learners import name_of
 from hyperkron.cleaning.method import clean_labels, error_probability
 from hyperkron.cleaning.models import HASHED, EncoderUnavailable, TextEncoder, choose_encoder, load_encoder, trees
 from hyperkron.cleaning.own import EstimatorModel, Own
-from hyperkron.cleaning.prepare import Prepared, pick_device, prepare
+from hyperkron.cleaning.prepare import Prepared, prepare
 from hyperkron.cleaning.result import (
     SUSPECT_THRESHOLD,
     CleanResult,
@@ -44,6 +44,7 @@ from hyperkron.cleaning.trainer import Dense, TrainingPlan, predict, train
 from hyperkron.cleaning.work import Work, fit_steps, folds
 from hyperkron.solution import HyperkronWarning
 from hyperkron.training.signals import Interrupted, Signals
+from hyperkron.validation import check_device
 
 KEPT_MODEL = (
     "Your estimator is in result.model; it is not written to the run folder, which would need pickle. "
@@ -95,7 +96,7 @@ class CleaningRun:
     owed: int = field(default=0, init=False)  # steps that the trees which are being fitted count for
 
     def __post_init__(self) -> None:
-        self.device = pick_device(self.config.device)
+        self.device = check_device("device", self.config.device)
         self.signals = Signals(active=self.folder.kept)
 
     def result(self) -> CleanResult:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hyperkron.cleaning.models.encoder_head import EncoderHead, Hidden, encoder_layers, mean_pool, pack
 from hyperkron.solution import HyperkronError, NonFiniteError
-from hyperkron.validation import check_whole
+from hyperkron.validation import check_device, check_whole
 
 HUB_ENCODER = "sentence-transformers/all-MiniLM-L6-v2"
 """The encoder that is fetched where none is named or found."""
@@ -87,7 +87,7 @@ class TextEncoder:
 
     def __init__(self, name: str | Path | None = None, *, device: torch.device | str = "cpu") -> None:
         self.name = choose_encoder(name).name
-        self.device = torch.device(device)
+        self.device = check_device("device", device)
         self._model, self._tokenizer = _load(self.name)
         self._model.requires_grad_(False).eval().to(self.device)
         self.dim = int(self._model.config.hidden_size)
