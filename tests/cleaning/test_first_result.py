@@ -128,3 +128,16 @@ def test_what_is_said_of_a_row_is_the_mean_over_the_whole_and_the_views(
     torch.testing.assert_close(result.error_probability, 1 - mean.gather(1, given[0][:, None])[:, 0])
     assert torch.equal(result.suggested, mean.argmax(1))
     assert result.summary["noise"]["rate"] == pytest.approx(float(result.error_probability.mean()))
+
+
+def test_a_first_result_always_waits_for_something(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several processes may judge the cleaned model last: the result before that is no whole one."""
+    seen: list[list[str]] = []
+    monkeypatch.setattr(run, "in_turn", lambda stages, names, prefix: reversed(names))
+
+    def look(folder: Path) -> None:
+        seen.append(json.loads((folder / "result.json").read_text())["unfinished"])
+
+    config = CleanConfig(epochs=1, compare=("noisy", "pooled"))
+    hk.clean("train.csv", "trusted.csv", out="run", config=config, on_result=look)
+    assert seen == [["noisy", "pooled"], ["noisy"]]

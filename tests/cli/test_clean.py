@@ -133,6 +133,13 @@ def test_quiet_and_no_report(fake: FakeCleaning, capsys: Captured) -> None:
     assert err == "" and "report.html" not in json.loads(out)["files"]
 
 
+def test_quiet_says_that_there_are_notices_about_the_data(fake: FakeCleaning, capsys: Captured) -> None:
+    assert main([*CLEAN, "--quiet"]) == 0
+    count = len(json.loads((OUT / "result.json").read_text())["data"]["messages"])
+    assert count > 1
+    assert capsys.readouterr().err == f"{count} notices about the data: see data.messages in runs/mine/result.json.\n"
+
+
 def test_texts_of_the_data_cannot_speak_to_the_terminal(fake: FakeCleaning, capsys: Captured) -> None:
     def hostile() -> None:
         main_write = run_folder.write_suspects

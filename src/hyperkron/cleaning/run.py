@@ -304,13 +304,12 @@ class CleaningRun:
 
     def _write_first(self) -> None:
         """result.json as far as it is known, before the alternatives and, now and then, between them."""
-        due = not self.table or time.monotonic() - self.written >= SECONDS_BETWEEN_RESULTS
-        due = due and 0 < len(self.names) >= len(self.table)  # not all are known
-        if not self.folder.writes or not due or self.folder.finished:
-            return
-        summary = self._summary(OURS)
         done = [c.name for c in self.table]
-        summary["unfinished"] = [name for name in self.names if name not in done]
+        left = [name for name in self.names if name not in done]
+        due = not done or time.monotonic() - self.written >= SECONDS_BETWEEN_RESULTS
+        if not self.folder.writes or not due or not left or self.folder.finished:
+            return
+        summary = self._summary(OURS) | {"unfinished": left}
         summary["verdict"] = first_verdict(summary["noise"]["rate"], summary["suspects"]["count"], len(self.names))
         self.folder.write_json("result.json", summary)
         if not self.table:

@@ -19,7 +19,7 @@ from typing import Any
 from hyperkron.cli import ranks
 from hyperkron.cli.config import read_config
 from hyperkron.cli.options import as_options
-from hyperkron.cli.output import UsageError, ensure_streams, finished, say, say_json, silence
+from hyperkron.cli.output import UsageError, ensure_streams, say, say_json, silence
 from hyperkron.cli.parser import check, parse
 
 OK, ERROR, USAGE = 0, 1, 2
@@ -108,7 +108,8 @@ def _interrupted(options: Any, code: int) -> int:
     if getattr(options, "command", "") == "sweep":
         text = "Interrupted. Trials that were finished are kept; run the same command again to continue."
     elif folder and getattr(options, "command", "") in ("clean", "resume"):
-        if finished(Path(folder)):
+        files = sys.modules.get("hyperkron.cleaning.folder")  # nothing was done before it was imported
+        if files is not None and files.has_whole_result(Path(folder)):
             text = f"Interrupted. The run in {folder} is finished; see `hyperkron report {shlex.quote(folder)}`."
         elif (Path(folder) / "config.json").exists():
             text = f"Interrupted. What was finished is saved; continue with: hyperkron resume {shlex.quote(folder)}"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hyperkron.cli.config import print_config, seconds
 from hyperkron.cli.options import ALTERNATIVES, as_options
-from hyperkron.cli.output import UsageError, finished, progress, say, say_json
+from hyperkron.cli.output import UsageError, progress, say, say_json
 
 if TYPE_CHECKING:
     from torch import nn
@@ -71,11 +71,12 @@ def resume(options: Any, given: list[str]) -> int:
     out = Path(options.run)
     if not (out / "config.json").is_file():
         raise FileNotFoundError(f"RUN={str(out)!r} holds no run (no config.json); begin one with `hyperkron clean`.")
-    if not options.quiet:
-        done = finished(out)
-        say(f"The run in {out} is finished; reading its result again" if done else f"Continuing {out}")
     from hyperkron import cleaning
+    from hyperkron.cleaning.folder import has_whole_result
 
+    if not options.quiet:
+        done = has_whole_result(out)
+        say(f"The run in {out} is finished; reading its result again" if done else f"Continuing {out}")
     with showing(options) as shown:
         cleaning.resume(
             out,
@@ -187,7 +188,11 @@ def _finish(options: Any, out: Path) -> int:
         there = {name: str(out / name) for name in FILES if (out / name).exists()}
         say_json({**content, "folder": str(out), "files": there})
     else:
+        from hyperkron.cleaning.data.files import several
+        from hyperkron.cleaning.fields import read_result
         from hyperkron.cli.summary import summary
 
+        if options.quiet and (notes := read_result(out).child("data").items("messages")):  # not said on the way
+            say(f"{several(len(notes), 'notice')} about the data: see data.messages in {out / 'result.json'}.")
         say(summary(out), stream=sys.stdout)
     return 0

@@ -10,7 +10,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, TextIO
 
 from hyperkron.cli.options import as_options
@@ -68,16 +67,6 @@ def say(text: str, stream: TextIO | None = None) -> None:
         if not aside:
             raise
         silence(sys.stderr)  # nobody reads what is said on the way; the work goes on
-
-
-def finished(folder: Path) -> bool:
-    """Whether a run has finished: a result.json that waits for no alternative."""
-    try:
-        return not json.loads((folder / "result.json").read_bytes()).get("unfinished")
-    except FileNotFoundError:
-        return False
-    except (OSError, ValueError, AttributeError):
-        return True  # damaged, which is told where it is read
 
 
 def silence(stream: TextIO) -> None:

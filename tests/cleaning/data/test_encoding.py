@@ -150,3 +150,14 @@ def test_new_rows_of_large_numbers_are_read_alike_as_table_and_array() -> None:
     assert train.encoding is not None and train.encoding.offsets[0] != 0
     for rows in (x[:5], {name: x[:5, i] for i, name in enumerate(train.encoding.names)}):
         np.testing.assert_array_equal(train.encoding.standardise(form.read(rows).inputs), train.standardised()[:5])
+
+
+def test_rows_whose_offsets_are_taken_off_already_are_refused() -> None:
+    x = np.stack([1.7e12 + np.arange(40.0), np.arange(40.0) % 7], axis=1)
+    train = read({"x": x, "y": np.arange(40) % 2})
+    form = InputForm.of(train)
+    for rows in (train.inputs, train.inputs[:1]):
+        with pytest.raises(HyperkronError, match=r"column 'x0' holds numbers near .*such as the inputs of read_pair"):
+            form.read(rows)
+    far = np.concatenate([x[:3], [[0.0, 1.0]]])  # one strange row among others is none of them
+    assert form.read(far).inputs[3, 0] < -1.6e12

@@ -136,6 +136,24 @@ class TableEncoding:
         each = [[c.offset] if isinstance(c, Number) else [0.0] * len(c.inputs) for c in self.columns]
         return np.array([offset for offsets in each for offset in offsets])
 
+    def less_offsets(self, matrix: Array, name: str) -> Array:
+        """Rows of numbers in the columns of ``matrix``, as they were given, less ``offsets``.
+
+        Refuses rows of ``matrix`` itself, from which they are taken off already.
+        """
+        at = 0
+        for column in self.columns:
+            if isinstance(column, Number) and column.offset:
+                middle = float(np.median(matrix[:, at]))
+                if abs(middle + column.offset - column.mean) < abs(middle - column.mean):
+                    raise HyperkronError(
+                        f"{name}: column {column.name!r} holds numbers near {middle:g}, the training rows numbers near "
+                        f"{column.mean:g}: these seem to be encoded rows, such as the inputs of read_pair(), from "
+                        f"which {column.offset:.17g} is taken off; give the rows as they were before, or add it again."
+                    )
+            at += len(column.inputs)
+        return matrix - self.offsets if self.offsets.any() else matrix
+
     def cells(self, row: Array) -> dict[str, float | str | None]:
         """What a person would write for a row of ``matrix``, by column: a number, a day, a name, None if missing.
 

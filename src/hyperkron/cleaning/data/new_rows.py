@@ -137,8 +137,7 @@ class InputForm:
         notes: list[str] = []
         if self.encoding is not None and isinstance(inputs, Mapping):
             if list(inputs) == list(self.encoding.names):
-                inputs = np.stack(list(inputs.values()), axis=1)
-                inputs = inputs - self.encoding.offsets if self.encoding.offsets.any() else inputs
+                inputs = self.encoding.less_offsets(np.stack(list(inputs.values()), axis=1), raw.name)
             else:
                 inputs, notes = self._matrix(inputs, raw.name)
         count = len(raw.rows) + sum(map(len, raw.left_out.values()))
