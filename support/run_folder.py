@@ -121,7 +121,7 @@ def make_result(classes: tuple[str, ...], rows: list[dict[str, Any]], kind: str,
             "messages": ["12 rows without a label were left out: rows 3, 9, 27, …", "4 trusted rows also train."],
         },
         "chosen": "hyperkron",
-        "verdict": "The cleaned model is right on 88.4% to 94.4% of new rows (95 % interval).",
+        "verdict": "The cleaned model is right on 88.4% to 94.4% of new rows (95% interval).",
         "candidates": [
             {
                 "name": name,

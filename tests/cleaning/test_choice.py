@@ -137,13 +137,13 @@ def test_the_verdict_says_where_the_cleaned_model_is_trees() -> None:
 def test_the_verdict_is_about_classes_that_have_trusted_rows() -> None:
     ours, noise = candidate(OURS, [1] * 19 + [0]), Noise(0.231, 0.209, 0.251, 101, 500, 0.9)
     said = verdict(OURS, [ours], noise, classes=2, unseen=["z"])
-    assert "of new rows of classes that have trusted rows (95 %" in said and "not known how often on 'z'." in said
+    assert "of new rows of classes that have trusted rows (95%" in said and "not known how often on 'z'." in said
     assert "classes that" not in verdict(OURS, [ours], noise, classes=2)
 
 
 def test_the_verdict_leads_with_the_interval() -> None:
     ours, alone = candidate(OURS, [1] * 9 + [0]), candidate("trusted", [1] * 8 + [0] * 2)
-    first = "The cleaned model is right on 52.1% to 98.8% of new rows (95 % interval, from 9 of 10 trusted rows it "
+    first = "The cleaned model is right on 52.1% to 98.8% of new rows (95% interval, from 9 of 10 trusted rows it "
     assert told(OURS, [ours]) == f"{first}had not seen)."
     assert told(OURS, [ours, alone, candidate("noisy", [1] * 5 + [0] * 5)]) == (
         f"{first}had not seen). There is no significant difference to the best alternative ('trusted': 8 of 10)."

@@ -92,11 +92,12 @@ def test_the_summary(fake: FakeCleaning, capsys: Captured) -> None:
     out, err = capsys.readouterr()
     lines = out.splitlines()
     assert lines[1].startswith("The cleaned model is right on 88.4% to 94.4% of new rows")
-    assert "  candidate   test accuracy  held-out accuracy  its 95 % interval" in lines
-    assert "* hyperkron          90.6 %             91.4 %        88.4–94.4 %" in lines
-    assert "  noisy              73.3 %             74.1 %        71.1–77.1 %" in lines
+    assert "  candidate   test accuracy  held-out accuracy  its 95% interval" in lines
+    assert "* hyperkron           90.6%              91.4%        88.4–94.4%" in lines
+    assert "  noisy               73.3%              74.1%        71.1–77.1%" in lines
     suspects = [json.loads(line) for line in (OUT / "suspects.jsonl").read_text().splitlines()]
-    assert f"{len(suspects)} of 40 ({len(suspects) / 0.4:.0f} %) rows look mislabelled." in out
+    assert f"{len(suspects)} of 40 ({len(suspects) / 0.4:.0f}%) rows look mislabelled." in out
+    assert "%" in out and " %" not in out
     first = suspects[0]
     named = [line for line in lines if line.startswith("  row ")]
     assert len(named) == 5

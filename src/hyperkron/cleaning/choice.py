@@ -208,7 +208,7 @@ def verdict(
         if not won.low - 1e-6 <= plain <= won.high + 1e-6:  # else the two figures would seem to contradict each other
             held += ", each class counted as often as it seems to be among the training rows"
         which = " of classes that have trusted rows" if unseen else ""
-        said = f"{name} is right on {_score(won.low, won.high)} of new rows{which} (95 % interval, from {held})."
+        said = f"{name} is right on {_score(won.low, won.high)} of new rows{which} (95% interval, from {held})."
         said += f" It is not known how often on {listing(map(repr, unseen))}." if unseen else ""
     return f"{said}{_compared(won, candidates, test is not None)} {noise}"
 

@@ -22,7 +22,7 @@ def summary(folder: Path) -> str:
 
 
 def _percent(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:.1f} %"
+    return "" if value is None else f"{value:.1%}"
 
 
 def _table(lines: Sequence[Sequence[str]]) -> str:
@@ -39,9 +39,9 @@ def _candidates(found: list[Candidate]) -> str:
     if not found:
         return ""
     tested = any(c.test_accuracy is not None for c in found)
-    lines = [["  candidate", *(["test accuracy"] if tested else []), "held-out accuracy", "its 95 % interval"]]
+    lines = [["  candidate", *(["test accuracy"] if tested else []), "held-out accuracy", "its 95% interval"]]
     for c in sorted(found, key=lambda c: (c.accuracy is None, -(c.accuracy or 0.0))):
-        between = "" if c.low is None or c.high is None else f"{_percent(c.low)[:-2]}–{_percent(c.high)}"
+        between = "" if c.low is None or c.high is None else f"{_percent(c.low)[:-1]}–{_percent(c.high)}"
         test = [_percent(c.test_accuracy)] if tested else []
         lines.append([f"{'*' if c.chosen else ' '} {c.name}", *test, _percent(c.accuracy), between])
     return _table(lines) + "\n* chosen on held-out trusted rows; its model is the one saved"
@@ -53,7 +53,7 @@ def _suspects(run: RunContents) -> str:
     count = len(run.suspects) if count is None else count
     if not count:
         return "No row looks mislabelled."
-    share = f" of {rows} ({100 * count / rows:.0f} %)" if rows else ""
+    share = f" of {rows} ({count / rows:.0%})" if rows else ""
     unlabelled = any(not row.given for row in run.rows or ())
     what = "labelled rows" if unlabelled else "rows"
     text = f"{count}{share} {what} {'looks' if count == 1 else 'look'} mislabelled."
@@ -67,7 +67,7 @@ def _suspect(s: Suspect) -> str:
     line = f"  row {s.row}{known}: {s.given} → {s.suggested}"
     if s.error_probability is not None:  # a percentage that never claims to be certain
         sure = "over 99" if s.error_probability >= 0.995 else f"{100 * s.error_probability:.0f}"
-        line += f", {sure} % likely wrong"
+        line += f", {sure}% likely wrong"
     shown = " ".join(s.text.split())
     if shown:
         room = max(20, _WIDTH - len(line) - 3)

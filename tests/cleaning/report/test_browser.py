@@ -135,7 +135,7 @@ def test_a_phone_shows_every_figure_of_the_candidates(browser: Browser, tmp_path
     first = opened.page.locator("#accuracy tbody tr").first.locator("td")
     names = first.evaluate_all("cells => cells.map((cell) => getComputedStyle(cell, '::before').content)")
     assert names == [
-        f'"{name}"' for name in ("95 % interval", "Accuracy", "Points from the chosen", "Test accuracy", "Time")
+        f'"{name}"' for name in ("95% interval", "Accuracy", "Points from the chosen", "Test accuracy", "Time")
     ]
     opened.quiet()
 

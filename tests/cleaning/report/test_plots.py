@@ -36,7 +36,7 @@ def test_dots_stand_where_the_numbers_say(tmp_path: Path) -> None:
     drawn = write_report(folder).read_text("utf-8")
     assert re.findall(r'cx="([\d.]+)%"', drawn) == ["98", "50"]  # 2 % are left free at both ends; the best first
     assert 'x1="2%" x2="98%" y1="76" y2="76" class="interval"' in drawn
-    assert ">75.0 % (70.0 – 80.0 %)</text>" in drawn
+    assert ">75.0% (70.0 – 80.0%)</text>" in drawn
 
 
 def test_the_histogram_counts_every_row() -> None:
@@ -81,7 +81,7 @@ def test_the_noise_matrix_keeps_the_noisiest_classes_and_sums_the_rest() -> None
     first = table.lines[0]
     assert len(first) == 21 and (first[0].text, first[0].shade) == ("50", "right")
     assert (first[1].text, first[-1].text, first[-1].shade) == ("2.4", "4.8", "heat9")
-    assert first[-1].tip == "true 0, given a class that is not shown: 4.8 %"
+    assert first[-1].tip == "true 0, given a class that is not shown: 4.8%"
 
 
 def test_a_matrix_without_noise_has_no_shade() -> None:

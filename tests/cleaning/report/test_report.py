@@ -92,13 +92,13 @@ def test_report_and_command_say_what_kind_of_model_it_is(tmp_path: Path) -> None
     "said",
     [
         "Use the cleaned model.",
-        "Labels that look wrong 38.0 % to 43.0 % 95 % interval; estimate 40.0 %",
-        f"Suspects {COUNT} of 300 training rows; 85 % stay the same with other seeds and trusted rows",
+        "Labels that look wrong 38.0% to 43.0% 95% interval; estimate 40.0%",
+        f"Suspects {COUNT} of 300 training rows; 85% stay the same with other seeds and trusted rows",
         "The cleaned model is right on 88.4% to 94.4% of new rows",
         "evaluated on 60 trusted rows that it was not trained on. The cleaned model is chosen unless an alternative is "
         "significantly better on the same rows; none is.",
-        "88.4 % to 94.4 % 91.4 % – 90.6 %",
-        "85.7 % to 91.7 % 88.7 % −2.7, not significant 87.9 %",
+        "88.4% to 94.4% 91.4% – 90.6%",
+        "85.7% to 91.7% 88.7% −2.7, not significant 87.9%",
         "−17.3, significant",
         "Test accuracy",
         "2.5 × one plain training",
@@ -109,11 +109,15 @@ def test_report_and_command_say_what_kind_of_model_it_is(tmp_path: Path) -> None
         "outer_steps 200",
         "source: train train.csv",
         "torch 2.8.0",
-        "Held-out accuracy 88.4 % to 94.4 %",
+        "Held-out accuracy 88.4% to 94.4%",
     ],
 )
 def test_it_says(report: _Reader, said: str) -> None:
     assert said in report.text
+
+
+def test_percentages_are_written_in_one_way(report: _Reader) -> None:
+    assert "91.4%" in report.text and not re.search(r"\s%", report.text)
 
 
 def test_suspects_are_handed_to_the_script(report: _Reader, tmp_path: Path) -> None:
@@ -147,15 +151,15 @@ def test_times_of_candidates_stand_there_where_they_are_known(tmp_path: Path, re
 def test_suspects_that_depend_on_chance_are_said_to(tmp_path: Path, report: _Reader) -> None:
     assert "of the suspects stay the same" not in report.text
     suspects = {"cut": 0.5, "count": COUNT, "stable": 0.52}
-    assert "Only 52 % of the suspects stay" in read(write_report(write_run_folder(tmp_path, suspects=suspects))).text
+    assert "Only 52% of the suspects stay" in read(write_report(write_run_folder(tmp_path, suspects=suspects))).text
 
 
 def test_the_test_accuracy_has_its_interval(tmp_path: Path, report: _Reader) -> None:
-    assert "Accuracy on the test set 90.6 % never used for choosing" in report.text  # of how many rows is not known
+    assert "Accuracy on the test set 90.6% never used for choosing" in report.text  # of how many rows is not known
     per_class = [{"name": "a", "test_rows": 50, "test_right": 44}, {"name": "b", "test_rows": 50, "test_right": 46}]
     winner = {"name": "hyperkron", "accuracy": 0.9, "low": 0.8, "high": 0.95, "rows": 60, "test_accuracy": 0.9}
     text = read(write_report(write_run_folder(tmp_path, candidates=[winner], per_class=per_class))).text
-    assert "test set 82.6 % to 94.5 % 95 % interval; 90.0 % of 100 rows, never used for choosing" in text  # Wilson's
+    assert "test set 82.6% to 94.5% 95% interval; 90.0% of 100 rows, never used for choosing" in text  # Wilson's
     assert "Test accuracy: on 100 rows (never used for choosing)" in text
     assert "Accuracy: on trusted rows, each class counted as often" in text
     blind = read(write_report(write_run_folder(tmp_path, candidates=[winner | {"rows": 0}], per_class=per_class))).text
@@ -171,7 +175,7 @@ def test_test_rows_that_were_learnt_from_are_not_said_to_be_unseen(tmp_path: Pat
     write_json(folder / "result.json", content)
     text = read(write_report(folder)).text
     assert "20 rows with the input of a trusted row" in text and "never used for choosing" not in text
-    assert "Accuracy on the test set 90.6 % some were also learnt from, see The data" in text
+    assert "Accuracy on the test set 90.6% some were also learnt from, see The data" in text
 
 
 def test_the_reason_for_an_alternative_and_for_none(tmp_path: Path) -> None:
@@ -187,7 +191,7 @@ def test_the_reason_for_an_alternative_and_for_none(tmp_path: Path) -> None:
 def test_annotators_have_a_tile(tmp_path: Path) -> None:
     sources = [{"name": name, "votes": 9, "right": right} for name, right in zip("abc", (0.6, 0.9, None), strict=True)]
     text = read(write_report(write_run_folder(tmp_path, sources=sources))).text
-    assert "Annotators 3 right on 60 % to 90 % of their votes" in text
+    assert "Annotators 3 right on 60% to 90% of their votes" in text
 
 
 def test_fields_of_earlier_versions_are_ignored(tmp_path: Path, report: _Reader) -> None:
@@ -218,7 +222,7 @@ def test_the_heading_says_what_to_do_and_few_trusted_rows_show_nothing(tmp_path:
         assert said in read(write_report(write_run_folder(tmp_path, chosen=name))).text
     whole = [{"name": "hyperkron", "accuracy": 1.0, "low": 0.94, "high": 1.0, "rows": 60}]
     reader = read(write_report(write_run_folder(tmp_path, chosen="hyperkron", candidates=whole)))
-    assert "Held-out accuracy at least 94.0 % 95 % interval; all 60 rows" in reader.text
+    assert "Held-out accuracy at least 94.0% 95% interval; all 60 rows" in reader.text
     data = json.loads((tmp_path / "result.json").read_text("utf-8"))["data"] | {"trusted_rows": 29}
     reader = read(write_report(write_run_folder(tmp_path, chosen="hyperkron", candidates=whole, data=data)))
     assert "Held-out accuracy not known too few trusted rows to tell" in reader.text

@@ -56,7 +56,7 @@ up.bias            (4,)       kronecker        Linear, with weight, tied over 2 
 shift.bias         (4,)       kronecker        Linear
 functional.weight  (3, 7)     kronecker        Linear, with bias
 functional.bias    (3,)       kronecker        Linear, with weight
-84.6 % of 104 parameters are covered by Kronecker blocks.
+84.6% of 104 parameters are covered by Kronecker blocks.
 """.strip()
 
 
@@ -93,7 +93,7 @@ def test_fractions_count_numbers_not_tensors() -> None:
     assert [row.count for row in coverage.uncovered] == [8, 4, 4]
     assert hk.curvature.KFAC().coverage(nn.Linear(2, 2)).covered == 1.0
     assert hk.curvature.KFAC().coverage(nn.LayerNorm(2)).covered == 0.0
-    assert "0.0 % of 4 parameters" in str(hk.curvature.KFAC().coverage(nn.LayerNorm(2)))
+    assert "0.0% of 4 parameters" in str(hk.curvature.KFAC().coverage(nn.LayerNorm(2)))
 
 
 def test_every_trainable_parameter_is_listed_once_and_no_other() -> None:

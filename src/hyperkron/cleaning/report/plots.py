@@ -189,4 +189,4 @@ def _cell(p: float, right: bool, most: float, words: str) -> Cell:
     percent = 100 * p
     text = "0" if percent < 0.05 else f"{percent:.1f}" if percent < 9.95 else f"{percent:.0f}"
     shade = "right" if right else f"heat{min(SHADES, round(SHADES * p / most)) if most > 0 else 0}"
-    return Cell(text, shade, f"{words}: {percent:.1f} %")
+    return Cell(text, shade, f"{words}: {percent:.1f}%")

@@ -27,8 +27,8 @@
     return element;
   };
   const fixed = (x, digits) => (x === null ? "–" : x.toFixed(digits));
-  const percent = (x) => (x === null ? "–" : `${(100 * x).toFixed(1)}\u00a0%`);
-  const likely = (x) => (x !== null && x < 1 && x >= 0.9995 ? `> 99.9\u00a0%` : percent(x));  // never quite certain
+  const percent = (x) => (x === null ? "–" : `${(100 * x).toFixed(1)}%`);
+  const likely = (x) => (x !== null && x < 1 && x >= 0.9995 ? `> 99.9%` : percent(x));  // never quite certain
 
   const kinds_seen = {};
   for (const s of suspects) {
@@ -273,7 +273,7 @@
     state.shown.sort(compare);
     if (byId("varied").checked) state.shown.sort((a, b) => a.variety - b.variety);  // stable, so sorted within
     state.page = 0;
-    byId("least-shown").textContent = `${least.value} %`;
+    byId("least-shown").textContent = `${least.value}%`;
     for (const chip of chips) {
       const on = chip.dataset.given === given.value && chip.dataset.suggested === suggested.value;
       chip.setAttribute("aria-pressed", String(on));

@@ -20,10 +20,10 @@ def percent(x: float | None, digits: int = 1) -> str:
     """A share, such as 0.914, as a percentage.
 
     Example:
-        >>> percent(0.25).replace(NBSP, " ")
-        '25.0 %'
+        >>> percent(0.25)
+        '25.0%'
     """
-    return UNKNOWN if x is None else f"{100 * x:.{digits}f}{NBSP}%"
+    return UNKNOWN if x is None else f"{x:.{digits}%}"
 
 
 def count(n: float | None) -> str:
@@ -124,8 +124,8 @@ def interval(low: float | None, high: float | None) -> str:
     """An interval of shares.
 
     Example:
-        >>> [interval(low, high).replace(NBSP, " ") for low, high in ((0.9, 0.95), (0.94, 1.0))]
-        ['90.0 % to 95.0 %', 'at least 94.0 %']
+        >>> interval(0.9, 0.95), interval(0.94, 1.0)
+        ('90.0% to 95.0%', 'at least 94.0%')
     """
     if low is None or high is None:
         return UNKNOWN
@@ -133,11 +133,11 @@ def interval(low: float | None, high: float | None) -> str:
 
 
 def of_rows(accuracy: float | None, rows: float | None) -> str:
-    """An accuracy next to its interval: never just 100 %.
+    """An accuracy next to its interval: never just 100%.
 
     Example:
-        >>> [of_rows(accuracy, 60).replace(NBSP, " ") for accuracy in (0.95, 1.0)]
-        ['95.0 % of 60 rows', 'all 60 rows']
+        >>> of_rows(0.95, 60), of_rows(1.0, 60)
+        ('95.0% of 60 rows', 'all 60 rows')
     """
     if accuracy is None or rows is None:
         return ""

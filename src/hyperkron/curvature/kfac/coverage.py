@@ -54,7 +54,7 @@ class Coverage:
         0.bias     (3,)    kronecker  Linear, with weight
         1.weight   (3,)    diagonal   LayerNorm
         1.bias     (3,)    diagonal   LayerNorm
-        71.4 % of 21 parameters are covered by Kronecker blocks.
+        71.4% of 21 parameters are covered by Kronecker blocks.
     """
 
     rows: tuple[Row, ...]
@@ -78,7 +78,7 @@ class Coverage:
         listed = ", ".join(f"{row.parameter} {row.shape} ({row.reason})" for row in largest)
         warn_once(
             "coverage",
-            f"only {100 * self.covered:.1f} % of the parameters lie in Kronecker blocks, the others get a fallback; "
+            f"only {self.covered:.1%} of the parameters lie in Kronecker blocks, the others get a fallback; "
             f"the largest of these: {listed}. The hypergradient may be little better than identity's: use "
             "cg(curvature=GGN(...)) or pcg(), or layers that KFAC covers; print(KFAC().coverage(model)) lists all.",
         )
@@ -91,7 +91,7 @@ class Coverage:
             "  ".join([*(cell.ljust(w) for cell, w in zip(line, widths, strict=False)), line[3]]) for line in table
         ]
         total = sum(row.count for row in self.rows)
-        return "\n".join([*lines, f"{100 * self.covered:.1f} % of {total} parameters are covered by Kronecker blocks."])
+        return "\n".join([*lines, f"{self.covered:.1%} of {total} parameters are covered by Kronecker blocks."])
 
 
 @dataclass(frozen=True)
