@@ -32,7 +32,7 @@ def test_fits_of_trees_are_those_that_the_run_makes(monkeypatch: pytest.MonkeyPa
         made.append(kind)
         return fit(*given, **named)
 
-    for kind, name in ((FOREST, "forest"), (BOOSTED, "_fit_boosted")):
+    for kind, name in ((FOREST, "forest"), (BOOSTED, "boosted")):
         counted_fit = partial(counting, kind, getattr(trees, name))
         for module in ("models.trees", "method"):
             monkeypatch.setattr(f"hyperkron.cleaning.{module}.{name}", counted_fit, raising=False)

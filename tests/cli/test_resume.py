@@ -105,7 +105,7 @@ def test_overwrite_leaves_a_run_that_is_being_written(fake: FakeCleaning, capsys
     assert [path.name for path in Path("runs").iterdir()] == ["mine"]
 
 
-@pytest.mark.parametrize("text", ['{"unfinished": []}', "{"])
+@pytest.mark.parametrize("text", ['{"unfinished": []}', "{", "5", "[]", "[" * 100_000])
 def test_a_result_that_is_not_whole_is_continued(text: str, fake: FakeCleaning, capsys: Captured) -> None:
     run_folder.write_run_folder(OUT)
     (OUT / "result.json").write_text(text)

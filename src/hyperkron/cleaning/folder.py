@@ -313,8 +313,9 @@ def fingerprint(parts: list[Labelled]) -> str:
 
 def has_whole_result(folder: Path) -> bool:
     """Whether there is a result with all alternatives."""
-    with suppress(OSError, ValueError):
-        return "unfinished" not in json.loads(read_plain(folder / "result.json"))
+    with suppress(OSError, ValueError, RecursionError):
+        found = json.loads(read_plain(folder / "result.json"))
+        return isinstance(found, dict) and "unfinished" not in found
     return False
 
 

@@ -155,18 +155,14 @@ def forest(
     return found.to(q.device), answers
 
 
-def boosted(x: Tensor, labels: Tensor, classes: int, *, seed: int = 0, rounds: int | None = None) -> TreeEnsemble:
+def boosted(
+    x: Tensor, labels: Tensor, classes: int, weight: Tensor | None = None, *, seed: int = 0, rounds: int | None = None
+) -> TreeEnsemble:
     """Gradient-boosted trees of labels (N,), one tree for each class in every round.
 
     References:
         Friedman, 2001, "Greedy function approximation: a gradient boosting machine".
     """
-    return _fit_boosted(x, labels, classes, None, seed, rounds).to(x.device)
-
-
-def _fit_boosted(
-    x: Tensor, labels: Tensor, classes: int, weight: Tensor | None, seed: int, rounds: int | None = None
-) -> TreeEnsemble:
     from sklearn.ensemble import HistGradientBoostingClassifier
 
     rounds = ROUNDS if rounds is None else rounds
@@ -174,7 +170,7 @@ def _fit_boosted(
     model.fit(*_arrays(x, labels), sample_weight=None if weight is None else weight.cpu().numpy())
     found = as_tensors(model, classes)
     assert found is not None
-    return found
+    return found.to(x.device)
 
 
 def soft_boosted(x: Tensor, q: Tensor, weight: Tensor, *, seed: int = 0) -> TreeEnsemble:
@@ -187,7 +183,7 @@ def soft_boosted(x: Tensor, q: Tensor, weight: Tensor, *, seed: int = 0) -> Tree
     columns = x.flatten(1).float().T.contiguous()
     edges = [_edges(column) for column in columns]
     codes = torch.stack([torch.searchsorted(*pair) for pair in zip(edges, columns, strict=True)], 1)
-    found = _fit_boosted(codes[at].float(), labels, q.shape[1], (weight[at] * q[at, labels]).double(), seed)
+    found = boosted(codes[at].float(), labels, q.shape[1], (weight[at] * q[at, labels]).double(), seed=seed).cpu()
     inner = (found.branches[:, 0] != torch.arange(len(found.branches))).nonzero()[:, 0]
     nodes = zip(found.feature[inner].tolist(), found.threshold[inner].tolist(), strict=True)
     found.threshold[inner] = torch.tensor([float(edges[k][int(code)]) for k, code in nodes])  # where the code ends
