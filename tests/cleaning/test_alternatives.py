@@ -16,7 +16,6 @@ from blobs import Blobs, Watch, blobs, quicken, write_csv
 from hyperkron import solution
 from hyperkron.cleaning import ALTERNATIVES, OURS, CleanConfig, alternatives, clean, load, resume, run
 from hyperkron.cleaning.alternatives import GOLD_SHARE, TREES, available, fitted, targets_for
-from hyperkron.cleaning.annotators import Votes
 from hyperkron.cleaning.config import BOOSTED, FOREST, NETWORK
 from hyperkron.cleaning.filters import neighbour_votes
 from hyperkron.cleaning.method import Opinion, Outcome
@@ -49,9 +48,7 @@ def views(**more: Any) -> tuple[Work, Outcome]:
     )  # fmt: skip
     right = torch.stack([x < 0, x > 0], 1).float() * 0.8 + 0.1
     nothing: Any = None
-    opinion = Opinion(
-        nothing, nothing, nothing, right[:20].log(), Votes(torch.eye(2)[None], 0.0, torch.zeros(20, 2), right[:20])
-    )
+    opinion = Opinion(nothing, nothing, nothing, right[:20].log(), torch.zeros(20, 2), right[:20])
     return work, Outcome(opinion, opinion, right, right, right, right, (0.35, 1.0, 0.3), right, right)
 
 

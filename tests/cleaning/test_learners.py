@@ -103,7 +103,7 @@ def test_no_row_is_asked_of_trees_that_learnt_from_it(monkeypatch: pytest.Monkey
 def test_the_likelihood_of_labels_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     work, outcome = prepared(squares=False)
     flat = torch.full((ROWS + TRUSTED, 2), 0.5)
-    through = outcome.final.votes.log_likelihood
+    through = outcome.final.log_likelihood
     top = through.max(1, keepdim=True).values
     expected = torch.cat([(0.5 * (through - top).exp()).sum(1).log(), torch.full((TRUSTED,), 0.5).log()])
     assert torch.allclose(row_scores(work, outcome, flat), expected, atol=1e-4)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from blobs import Watch, blobs, quicken
 from hyperkron.cleaning import OURS, CleanConfig, clean
 from hyperkron.cleaning.alternatives import fitted, judged
-from hyperkron.cleaning.annotators import Votes
 from hyperkron.cleaning.batched_training import train_batched
 from hyperkron.cleaning.evidence import likelihood
 from hyperkron.cleaning.method import Opinion, Outcome, certainty, clean_labels
@@ -44,7 +43,7 @@ def work_of() -> Work:
 
 def opinion_of(log_p: Tensor) -> Opinion:
     nothing: Any = None
-    return Opinion(nothing, nothing, nothing, log_p, Votes(MATRIX[None], 0.0, THROUGH, (log_p + THROUGH).softmax(1)))
+    return Opinion(nothing, nothing, nothing, log_p, THROUGH, (log_p + THROUGH).softmax(1))
 
 
 def outcome_of(log_p: Tensor, gamma: float = 1.0, fold_models: Tensor | None = None) -> Outcome:

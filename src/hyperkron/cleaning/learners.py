@@ -63,7 +63,7 @@ def row_scores(work: Work, outcome: Outcome, answers: Tensor) -> Tensor:
 
     Rows without a label have 0.
     """
-    through = outcome.final.votes.log_likelihood
+    through = outcome.final.log_likelihood
     evidence = torch.cat([through - through.max(1, keepdim=True).values, work.known(work.trusted)])
     rows = torch.cat([work.noisy, work.trusted])
     sharper = torch.tensor(TEMPERATURES, device=work.device)[:, None, None]
@@ -74,7 +74,7 @@ def row_scores(work: Work, outcome: Outcome, answers: Tensor) -> Tensor:
 def learner_scores(work: Work, outcome: Outcome) -> dict[str, Tensor]:
     """For each learner the terms of S(f), asked of models that had not seen the labels."""
     assert outcome.half_opinion is not None
-    q = (outcome.half_opinion + outcome.first.votes.log_likelihood).softmax(1)
+    q = (outcome.half_opinion + outcome.first.log_likelihood).softmax(1)
     answers = {kind: half_answers(kind, work, q) for kind in (FOREST, BOOSTED)}
     return {kind: row_scores(work, outcome, asked) for kind, asked in {NETWORK: outcome.fold_models, **answers}.items()}
 

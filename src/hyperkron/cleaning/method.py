@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from hyperkron.cleaning.annotators import Votes, weigh_votes
+from hyperkron.cleaning.annotators import weigh_votes
 from hyperkron.cleaning.config import FOREST
 from hyperkron.cleaning.evidence import (
     Pool,
@@ -203,19 +203,16 @@ class Opinion:
         pool: a and b.
         shift: log π/π⁰ (C,), from the class frequencies of the trusted rows to those of the noisy ones.
         log_p: log p̄ of the noisy rows, under their own class frequencies (N, C).
-        votes: what their labels say: T, log L and q (N, C).
+        log_likelihood: log L, what their labels say (N, C).
+        posterior: q (N, C).
     """
 
     experts: Tensor
     pool: Pool
     shift: Tensor
     log_p: Tensor
-    votes: Votes
-
-    @property
-    def posterior(self) -> Tensor:
-        """q of the noisy rows (N, C)."""
-        return self.votes.posterior
+    log_likelihood: Tensor
+    posterior: Tensor
 
 
 def opinion(work: Work, experts: Sequence[Tensor], said: Tensor) -> Opinion:
@@ -228,16 +225,13 @@ def opinion(work: Work, experts: Sequence[Tensor], said: Tensor) -> Opinion:
     stacked = under_frequencies(torch.stack([logs(p) for p in experts]), work.noisy, before)
     pool = stack(stacked[:, work.trusted], labels)
     log_p, said = pool(stacked[:, work.noisy]), said[work.noisy]
-    told = label_noise(log_p, before, given, said=said).posterior.sum(0) + 1
+    count = label_noise(log_p, before, given, said=said).posterior.sum(0) + 1
     tested = pool(stacked[:, work.trusted]).argmax(1)
-    frequent = corrected_frequencies(log_p.argmax(1), tested, labels, told / told.sum())
+    frequent = corrected_frequencies(log_p.argmax(1), tested, labels, count / count.sum())
     noise = label_noise(log_p, before, given, said=said, frequent=frequent)
-    votes = (
-        Votes(noise.matrix[None], 0.0, noise.log_likelihood, noise.posterior)
-        if work.votes is None
-        else weigh_votes(noise.log_p.exp(), work.votes)
-    )
-    return Opinion(stacked, pool, (noise.frequent / before).log(), noise.log_p, votes)
+    told = noise if work.votes is None else weigh_votes(noise.log_p.exp(), work.votes)
+    shift = (noise.frequent / before).log()
+    return Opinion(stacked, pool, shift, noise.log_p, told.log_likelihood, told.posterior)
 
 
 def evidence_targets(
@@ -286,7 +280,7 @@ def fold_models(works: Sequence[Work], firsts: Sequence[Opinion], halves: Sequen
     """
 
     def targets(work: Work, first: Opinion, log_p: Tensor) -> list[TrainingTargets]:
-        told = first.votes.log_likelihood
+        told = first.log_likelihood
         rows = [torch.cat([work.side(h, work.noisy), work.side(1 - h, work.trusted)]) for h in (0, 1)]
         return [evidence_targets(work, rows[h], log_p, told, scale) for scale in PRESETS for h in (0, 1)]
 
@@ -348,7 +342,7 @@ class Outcome:
 
     def targets(self, work: Work, rows: Tensor) -> TrainingTargets:
         """What the network learns of these rows."""
-        return evidence_targets(work, rows, self.final.log_p, self.final.votes.log_likelihood, self.scale)
+        return evidence_targets(work, rows, self.final.log_p, self.final.log_likelihood, self.scale)
 
     def paced(self, work: Work, plan: TrainingPlan) -> TrainingPlan:
         """``plan`` for a network trained on :meth:`targets`: at a higher rate where training was too gentle.

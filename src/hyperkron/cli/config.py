@@ -38,7 +38,7 @@ _KINDS: dict[Kind, tuple[Callable[[Any], bool], str]] = {
 """For each kind of option, whether a value is one, and what it must be."""
 
 
-def seconds(text: str | float, name: str = "--budget") -> float:
+def seconds(text: str | float) -> float:
     """A time in seconds.
 
     Example:
@@ -48,7 +48,7 @@ def seconds(text: str | float, name: str = "--budget") -> float:
     found = _DURATION.match(str(text).strip().lower())
     value = float(found["number"]) * _SECONDS[found["unit"]] if found else 0.0
     if not value:
-        raise UsageError(f"{name}={str(text)[:80]!r} must be a positive time, such as 90, 90s, 5m or 1h.")
+        raise UsageError(f"--budget={str(text)[:80]!r} must be a positive time, such as 90, 90s, 5m or 1h.")
     return value
 
 
