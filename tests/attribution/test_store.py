@@ -1,6 +1,8 @@
 """Scores on disk: interruptions, folders of other calls, damage, and two writers."""
 
+import errno
 import json
+import os
 
 import pytest
 import torch
@@ -112,6 +114,25 @@ def test_an_early_kill_does_not_hide_whose_folder_it_is(tmp_path, monkeypatch, w
     moved(model)
     with pytest.raises(hk.HyperkronError, match="another call"):
         hk.attribute(loss, model, train, queries, out=tmp_path)
+
+
+def test_a_full_disk_is_told_before_scores_are_written(tmp_path, monkeypatch):
+    """Writing to a memory map would end the process without a word. A file without its room gets it when it goes on."""
+    if not hasattr(os, "posix_fallocate"):
+        pytest.skip("room cannot be reserved here")
+    store, reserve = Store(tmp_path / "a", (100, 3000), {}), os.posix_fallocate
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    for _ in range(2):
+        with pytest.raises(hk.HyperkronError, match=r"scores.npy' cannot be written: the disk is full"), store:
+            pass
+    monkeypatch.setattr(os, "posix_fallocate", reserve)
+    with store:
+        found = (tmp_path / "a" / "scores.npy").stat()
+        assert found.st_blocks * 512 >= found.st_size > 100 * 3000 * 4
 
 
 def test_a_second_writer_is_refused(tmp_path):

@@ -8,6 +8,7 @@ process at a time writes to it.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -156,7 +157,11 @@ def _array(path: Path, mode: str, shape: tuple[int, int]) -> Any:
     """A file of float32 as an array that the disk backs; ``mode`` is that of numpy's memory maps."""
     numpy = need("numpy", who="out=")
     if mode == "w+":
-        return numpy.lib.format.open_memmap(path, mode="w+", dtype=numpy.float32, shape=shape)
+        numpy.lib.format.open_memmap(path, mode=mode, dtype=numpy.float32, shape=shape)
+        mode = "r+"
+    if mode == "r+" and hasattr(os, "posix_fallocate"):  # where a disk is full, writing to a map ends the process
+        with path.open("r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
     try:
         found = numpy.lib.format.open_memmap(path, mode=mode)
     except ValueError as error:
