@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import multiprocessing
 import os
@@ -362,6 +363,26 @@ def test_settings_of_clean_are_searched(tmp_path: Path, capsys: Any, monkeypatch
     assert (train, trusted, config.seed, config.compare, reading) == ("a.csv", "b.csv", 3, (), {"label": "y"})
     assert main(["sweep", "clean", "--config", "c.json", "--search", "rate=2..4"]) == 2
     assert "--search='rate' is not a setting of clean" in capsys.readouterr().err
+
+
+def test_a_file_of_trials_that_cannot_be_written_leaves_the_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, before = SweepResult([], False), "trial,value\n0,1.0\n"
+    (tmp_path / "trials.csv").write_text(before)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full_disk)
+        for name in ("trials.csv", "trials.json"):
+            with pytest.raises(hk.HyperkronError, match=f"{name}' cannot be written: the disk is full"):
+                found.write(tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["trials.csv"]
+    assert (tmp_path / "trials.csv").read_text() == before
+    with pytest.raises(hk.HyperkronError, match=r"cannot be written .No such file"):
+        found.write(tmp_path / "none" / "trials.csv")
+
+
+def full_disk(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_result_without_trials() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from hyperkron.solution import HyperkronError
 from hyperkron.sweeps.queue import TrialQueue, settings_of
+from hyperkron.training.writing import put
 
 _STATES = {"COMPLETE": "done", "PRUNED": "pruned", "FAIL": "failed", "RUNNING": "running", "WAITING": "waiting"}
 
@@ -73,15 +75,15 @@ class SweepResult:
 
     def write(self, path: str | Path) -> None:
         """Write all trials as CSV or, if the name ends with ``.json``, as JSON."""
-        rows = [asdict(trial) for trial in self.trials]
-        with Path(path).open("w", encoding="utf-8", newline="") as file:
-            if str(path).endswith(".json"):
-                json.dump(rows, file, indent=1)
-                return
+        rows, file = [asdict(trial) for trial in self.trials], io.StringIO(newline="")
+        if str(path).endswith(".json"):
+            json.dump(rows, file, indent=1)
+        else:
             rows = [{f"settings.{k}": v for k, v in row.pop("settings").items()} | row for row in rows]
             table = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)))
             table.writeheader()
             table.writerows(rows)
+        put(Path(path), file.getvalue().encode("utf-8"))
 
 
 def read_sweep(storage: str = "sweep.db", study: str = "sweep") -> SweepResult:
