@@ -135,7 +135,8 @@ def test_no_fresh_network_is_trained_where_many_layers_are_tuned(layers: int, ag
 def test_a_section_of_its_own(tmp_path: Path) -> None:
     recipe = paper.recipes()["encoder-base"]
     empty = page.section(recipe, None, tmp_path)
-    assert empty.judgement.verdict is Verdict.NOT_RUN and len(empty.tables) == 3 and not empty.answer
+    [table] = empty.tables
+    assert empty.judgement.verdict is Verdict.NOT_RUN and table.title.startswith("Printed") and not empty.answer
     figures = encoder_cleaning.work(_job(tmp_path, BASE["smoke"]))
     section = page.section(recipe, Result(recipe.name, "small", (1,), figures), tmp_path)
     assert section.figures == ["figures/paper/encoder-base-1.svg"] and (tmp_path / "encoder-base-1.svg").is_file()
