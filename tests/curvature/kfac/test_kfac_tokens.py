@@ -74,17 +74,26 @@ def test_padding_is_in_no_factor(sharing: Any, low_rank: bool) -> None:
         assert oracles.relative(dense(measured.a[name])[0], counted.T @ counted / len(counted)) < 1e-12
 
 
-def test_padding_changes_nothing() -> None:
+@pytest.mark.parametrize("last", [None, -1], ids=["loss at every token", "loss at all but the last"])
+def test_padding_changes_nothing(last: int | None) -> None:
     """The hypergradient is that of the same batch with less padding."""
     case, seen = padded([4, 2, 3])
-    shorter = hk.kfac(0.1, fisher="type-2").compute(*case.arguments)
+
+    def inner(model: nn.Module, hyper: Any, batch: Any) -> Any:
+        return hk.losses.cross_entropy(model(batch[0])[:, :last], batch[1][:, :last], weight=hyper())
+
+    problem = hk.BilevelProblem(inner, case.outer)
+    case.model.seen = seen if last is None else seen & (torch.arange(4) < 3)  # type: ignore[assignment]
+    shorter = hk.kfac(0.1, fisher="type-2").compute(problem, *case.arguments[1:])
     x, y = case.inner_batch
+    y = y if last is None else torch.cat([y[:, :last], torch.full((3, 1), PADDING)], 1)
     case.inner_batch = (
         torch.cat([x, torch.full((3, 2, 4), 3.0, dtype=DOUBLE)], 1),
         torch.cat([y, torch.full((3, 2), PADDING)], 1),
     )
-    case.model.seen = torch.cat([seen, torch.zeros(3, 2, dtype=torch.bool)], 1)  # type: ignore[assignment]
-    longer = hk.kfac(0.1, fisher="type-2").compute(*case.arguments)
+    more = torch.zeros(3, 2, dtype=torch.bool)
+    case.model.seen = torch.cat([case.model.seen, more], 1)  # type: ignore[assignment, list-item]
+    longer = hk.kfac(0.1, fisher="type-2").compute(problem, *case.arguments[1:])
     assert oracles.relative(longer.grads, shorter.grads) < 1e-6
 
 

@@ -186,15 +186,16 @@ class Recorder:
     def after_forward(self, loss: Loss, readable: bool = True) -> None:
         """Called after the forward pass: decide which rows of layers over tokens count in A.
 
-        If the loss has a row for every token and masks some, A counts the tokens that a gradient reaches, which is
-        known only after the backward passes. If no token is masked, layers with the same input share a sum. To find out
-        waits for the GPU. If it is not ``readable`` (in a recording), :attr:`Measurement.unmasked` is assumed, and
-        factors are nan if the assumption is wrong.
+        If the loss has rows for tokens (or for some, as ``logits[:, :-1]``) and masks some, A counts the tokens that a
+        gradient reaches, which is known only after the backward passes. If no token is masked, layers with the same
+        input share a sum. To find out waits for the GPU. If it is not ``readable`` (in a recording),
+        :attr:`Measurement.unmasked` is assumed, and factors are nan if the assumption is wrong.
         """
         masks = [term.valid for term in loss.terms if term.valid is not None]
         counts = {mask.numel() for mask in masks}
+        most = max(counts, default=0)
         calls, self.waiting = self.waiting, []
-        concerned = [call for call in calls if call.masked and call.rows in counts]
+        concerned = {c for c in calls if c.masked and c.x is not None and (c.rows in counts or most > len(c.x))}
         if concerned:
             self._unmasked = torch.stack([mask.all() for mask in masks]).all()
             self.measured.unmasked = bool(self._unmasked) if readable else self.how.unmasked
@@ -203,7 +204,7 @@ class Recorder:
                 for call in concerned:  # they still wait: autograd keeps their inputs, and A is larger
                     call.masked = False
         for call in calls:
-            if call.masked and call.rows not in counts:
+            if call.masked and call not in concerned:
                 call.masked = False
                 layer, x = call.block.layer, call.x
                 if self.owners is not None and x is not None and x.numel() < layer.groups * layer.d_in**2:
