@@ -71,12 +71,8 @@ def judge(name: str, predicted: Tensor, labels: Tensor, frequent: Tensor, folds:
     delivered saw all trusted rows, its judges 1 − 1/K of them. An error that falls with their square root is smaller by
     √(1 − 1/K), so the upper end is moved by that factor of the error.
 
-    Args:
-        name: of the candidate.
-        predicted: probabilities of the trusted rows (M, C), each by a model that did not see its fold.
-        labels: of those rows.
-        frequent: π, the estimated frequency of each class among the noisy rows (C,).
-        folds: K.
+    ``predicted`` are probabilities (M, C) of the trusted rows, each by a model that did not see its fold, and
+    ``frequent`` is π (C,), the estimated frequency of each class among the noisy rows; ``folds`` is K.
     """
     right = (predicted.argmax(1) == labels).cpu()
     labels, frequent = labels.cpu(), frequent.double().cpu()
@@ -125,7 +121,13 @@ def few(rows: int, classes: int) -> bool:
     return rows < FEW_PER_CLASS * classes
 
 
-def _score(low: float, high: float) -> str:
+def interval(low: float, high: float) -> str:
+    """An interval of shares.
+
+    Example:
+        >>> interval(0.9, 0.95), interval(0.94, 1.0)
+        ('90.0% to 95.0%', 'at least 94.0%')
+    """
     return f"at least {low:.1%}" if high >= 0.9995 else f"{low:.1%} to {high:.1%}"
 
 
@@ -197,7 +199,7 @@ def verdict(
     held = f"{int(won.right.sum())} of {won.rows} trusted rows it had not seen"
     if test is not None:
         low, high = wilson(test[0] / test[1], test[1])
-        said = f"{name} is right on {test[0] / test[1]:.1%} of the {test[1]} test rows ({_score(low, high)})."
+        said = f"{name} is right on {test[0] / test[1]:.1%} of the {test[1]} test rows ({interval(low, high)})."
     elif few(won.rows, classes):
         return (
             f"{name} is right on {held}: too few to conclude anything about its accuracy, or about which model is "
@@ -208,7 +210,7 @@ def verdict(
         if not won.low - 1e-6 <= plain <= won.high + 1e-6:  # else the two figures would seem to contradict each other
             held += ", each class counted as often as it seems to be among the training rows"
         which = " of classes that have trusted rows" if unseen else ""
-        said = f"{name} is right on {_score(won.low, won.high)} of new rows{which} (95% interval, from {held})."
+        said = f"{name} is right on {interval(won.low, won.high)} of new rows{which} (95% interval, from {held})."
         said += f" It is not known how often on {listing(map(repr, unseen))}." if unseen else ""
     return f"{said}{_compared(won, candidates, test is not None)} {noise}"
 

@@ -236,9 +236,7 @@ def overconfidence(probabilities: Tensor, labels: Tensor) -> float:
     Negative where sharper predictions would be better: the network is less sure than it is right, as after a training
     that was too gentle. Positive where it is surer than it is right, as after one that fitted noise.
 
-    Args:
-        probabilities: (M, C) of rows that were not trained on.
-        labels: the true classes (M,).
+    ``probabilities`` (M, C) are of rows that were not trained on, and ``labels`` (M,) their true classes.
 
     References:
         Guo et al., 2017, "On calibration of modern neural networks" (1/τ is their temperature).

@@ -19,12 +19,7 @@ def neighbour_votes(x: Tensor, labels: Tensor, classes: int, count: int = NEIGHB
 
         w_i = (d_K − d_i) / (d_K − d_1)   for the distances d_1 ≤ … ≤ d_K of the nearest K = count + 1 other rows
 
-    Args:
-        x: vectors (N, d).
-        labels: as given (N,).
-        classes: how many there are.
-        count: neighbours that vote.
-        seed: of the rows that may vote, where there are more than ``MAX_VOTERS``.
+    ``x`` are vectors (N, d), and ``seed`` picks the rows that may vote where there are more than ``MAX_VOTERS``.
 
     References:
         Wilson, 1972, "Asymptotic properties of nearest neighbor rules using edited data".
@@ -55,11 +50,7 @@ def confident(predicted: Tensor, given: Tensor) -> Tensor:
     """Positions of the rows that confident learning keeps.
 
     A class is confident in a row where p(k | x) ≥ t_k, the mean of p(k | x) over the rows labelled k. A row is left out
-    where the likeliest of its confident classes is not its label.
-
-    Args:
-        predicted: out-of-sample probabilities (N, C).
-        given: the labels (N,).
+    where the likeliest of its confident classes is not its label. ``predicted`` are out-of-sample probabilities (N, C).
 
     References:
         Northcutt, Jiang & Chuang, 2021, "Confident learning: estimating uncertainty in dataset labels".

@@ -135,11 +135,8 @@ def corrected_frequencies(answers: Tensor, tested: Tensor, labels: Tensor, prior
     m_j is the share of the noisy rows that are answered j, M[k, j] that of the trusted rows of class k, with one more
     right answer for each. An opinion that answers a class too often also makes it seem frequent; M shows by how much.
 
-    Args:
-        answers: classes answered for the noisy rows (N,).
-        tested: classes answered for the trusted rows (rows,).
-        labels: their true classes.
-        prior: frequencies that the labels tell (C,), all positive.
+    ``answers`` are the classes answered for the noisy rows (N,), ``tested`` those for the trusted rows, whose classes
+    are ``labels``, and ``prior`` the frequencies that the labels tell (C,), all positive.
 
     References:
         Lipton, Wang & Smola, 2018, "Detecting and correcting for label shift with black box predictors".

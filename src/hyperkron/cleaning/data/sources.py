@@ -201,12 +201,8 @@ def row_hashes(
     """The hashes of all rows of a source, whether they can be used or not.
 
     A row of a table is its fields as they stand in the file, all columns of it; a picture in a folder is the bytes of
-    its file; where a table names files of pictures, the names count and not the pictures.
-
-    Args:
-        source: a path, ``folder:part`` or ``hf:NAME:SPLIT``.
-        options: how to read.
-        argument: what messages call the source.
+    its file; where a table names files of pictures, the names count and not the pictures. ``argument`` is what messages
+    call the source.
 
     Example:
         >>> import tempfile

@@ -58,13 +58,10 @@ class Ballot:
 
 
 def majority_vote(votes: Array, classes: int, ties: str = "first") -> Array:
-    """The class (N,) with most votes; −1 on rows without any.
+    """The class (N,) with most of the votes (N, S); −1 on rows without any.
 
-    Args:
-        votes: (N, S), −1 where a source is silent.
-        classes: how many.
-        ties: ``first`` takes the class of lowest number among equals, ``reliable`` the one whose sources agree more
-            often with the majority of other rows.
+    Among equals ``first`` takes the class of lowest number, ``reliable`` the one whose sources agree more often with
+    the majority of other rows.
 
     Example:
         >>> import numpy as np

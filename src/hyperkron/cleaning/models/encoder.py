@@ -129,11 +129,8 @@ class TextEncoder:
         Texts of like length are computed together, so that little is padded; the order of the result is that of
         ``texts``.
 
-        Args:
-            texts: a list of strings.
-            batch_size: how many at a time.
-            max_length: tokens after which a text is cut, at most what the encoder can take.
-            progress: called after every batch.
+        Each is cut after ``max_length`` tokens, at most what the encoder can take; ``progress`` is called after every
+        batch.
         """
         tokens = self._tokens(texts, max_length)
         out = torch.zeros(len(tokens), self.dim)
@@ -153,15 +150,9 @@ class TextEncoder:
         progress: Progress | None = None,
         dtype: torch.dtype = torch.float16,
     ) -> Hidden:
-        """The states that enter the last ``layers`` layers: the frozen lower part, computed once.
+        """The states that enter the last ``layers`` layers, those to be trained: the frozen lower part, computed once.
 
-        Args:
-            texts: a list of strings.
-            layers: how many layers are to be trained; the states are what the first of them receives.
-            batch_size: how many at a time.
-            max_length: tokens after which a text is cut.
-            progress: called after every batch.
-            dtype: how the states are kept; they are handed out as float32.
+        They are kept as ``dtype`` and handed out as float32; the other arguments are those of :meth:`embed`.
         """
         self._check_layers(layers)
         tokens = self._tokens(texts, max_length)
@@ -178,11 +169,8 @@ class TextEncoder:
     def with_head(self, classes: int, layers: int = 0) -> EncoderHead:
         """A classifier of the states of :meth:`prefix`: copies of the last layers and a fresh linear head, trainable.
 
-        There is no dropout, so that every evaluation of the loss is the same function.
-
-        Args:
-            classes: how many logits come out.
-            layers: how many layers are trained beside the head.
+        There is no dropout, so that every evaluation of the loss is the same function. With ``layers=0`` the head alone
+        is trained.
         """
         self._check_layers(layers)
         check_whole("classes", classes)

@@ -75,13 +75,9 @@ def mean_pool(states: Tensor, mask: Tensor) -> Tensor:
 class EncoderHead(nn.Module):
     """Logits from the states that enter the last layers: those layers, the mean over tokens, a linear head.
 
-    Made by :meth:`hyperkron.cleaning.models.TextEncoder.with_head`. Only the copied layers and the head are
-    trainable; what they share with the lower part, such as a table of relative positions, is kept but frozen.
-
-    Args:
-        model: a Hugging Face encoder; it is copied, never changed.
-        classes: how many logits come out.
-        layers: how many of its last layers are part of this network.
+    Made by :meth:`hyperkron.cleaning.models.TextEncoder.with_head` from a Hugging Face encoder, which is copied and
+    never changed. Only the copied layers and the head are trainable; what they share with the lower part, such as a
+    table of relative positions, is kept but frozen.
     """
 
     def __init__(self, model: Any, classes: int, layers: int) -> None:

@@ -22,9 +22,7 @@ SMALLEST, LARGEST = 8, 64
 def linear(features: int, classes: int) -> nn.Sequential:
     """Multinomial logistic regression: logits W x + b, with W and b zero at first.
 
-    Args:
-        features: size of an input; inputs of more dimensions are flattened.
-        classes: how many logits come out.
+    Inputs have ``features`` numbers each; those of more dimensions are flattened.
 
     Example:
         >>> import torch
@@ -40,12 +38,9 @@ def linear(features: int, classes: int) -> nn.Sequential:
 
 
 def mlp(features: int, classes: int, hidden: int | Sequence[int] = 128) -> nn.Sequential:
-    """A multilayer perceptron: linear layers with ReLU between them.
+    """A multilayer perceptron: linear layers with ReLU between them, of inputs as for :func:`linear`.
 
-    Args:
-        features: size of an input; inputs of more dimensions are flattened.
-        classes: how many logits come out.
-        hidden: size of the hidden layer, or of each one; an empty sequence gives :func:`linear`.
+    ``hidden`` is the size of the hidden layer, or of each one; an empty sequence gives :func:`linear`.
 
     References:
         Initialised as in He et al., 2015, "Delving deep into rectifiers".
@@ -74,12 +69,6 @@ def small_cnn(channels: int, size: int, classes: int, width: int = 32) -> nn.Seq
     layer reads the flattened result. There is no normalisation: every parameter lies in a Kronecker block, and the
     logits of an example do not depend on the others of its batch, as batch normalisation would make them. Inputs
     should have a mean near 0 and a variance near 1.
-
-    Args:
-        channels: of the images.
-        size: pixels on a side.
-        classes: how many logits come out.
-        width: channels of the first stage.
 
     References:
         Initialised as in He et al., 2015, "Delving deep into rectifiers".
@@ -149,11 +138,7 @@ def default_model(inputs_shape: Sequence[int], classes: int) -> Callable[[], nn.
     """A builder of the default network; every call makes a fresh one, initialised under the current seed of torch.
 
     Square images of 16 to 64 pixels get :func:`small_cnn`; other images, tables and embeddings of texts a perceptron
-    with one hidden layer of 128.
-
-    Args:
-        inputs_shape: shape of one example, without the batch: (d,) or (C, H, W).
-        classes: how many there are.
+    with one hidden layer of 128. ``inputs_shape`` is that of one example, (d,) or (C, H, W).
 
     Example:
         >>> build = default_model((20,), 3)
@@ -176,13 +161,10 @@ def default_model(inputs_shape: Sequence[int], classes: int) -> Callable[[], nn.
 
 
 def load_callable(name: str) -> Callable[..., Any]:
-    """The object that ``"module:callable"`` names, imported.
+    """The object that ``"module:callable"`` names, imported: letters, digits, ``_``, ``.`` and one ``:``.
 
     Importing runs the module's code, so the name must come from the person who runs the program (an argument in
     Python or on the command line), never from a configuration or data file.
-
-    Args:
-        name: such as ``"mypackage.models:build"``; letters, digits, ``_`` and ``.`` around one ``:``.
 
     Example:
         >>> load_callable("hyperkron.cleaning.models:small_cnn").__name__

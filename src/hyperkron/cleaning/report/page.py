@@ -67,14 +67,8 @@ def write_report(run_folder: str | Path) -> Path:
     """Write ``report.html`` into a finished run folder and return its path.
 
     The page is one file: it makes no request, runs no script but its own (a Content-Security-Policy names its hash),
-    and shows whatever the folder holds; what is absent is left out. It contains texts or pictures of the data.
-
-    Args:
-        run_folder: as ``hyperkron clean`` writes it, with result.json; config.json, rows.csv and suspects.jsonl as far
-            as there are.
-
-    Raises:
-        HyperkronError: where result.json is missing, damaged or of another format, or another file is damaged.
+    and shows whatever the folder holds; what is absent is left out, apart from result.json. It contains texts or
+    pictures of the data. A file that is damaged is an error.
 
     Example:
         >>> import tempfile
@@ -174,6 +168,7 @@ def _context(run: RunContents) -> dict[str, Any]:
     """What must be computed; the template takes everything else from ``run`` itself."""
     candidates = sorted(run.candidates, key=lambda c: (c.accuracy is None, -(c.accuracy or 0.0)))
     (givens, suggestions), sources = _labels(run), run.result.children("sources")
+    weights = ([row.weight for row in run.rows or () if row.suspect is which] for which in (False, True))
     return {
         "run": run,
         "name": run.folder.resolve().name,
@@ -187,7 +182,7 @@ def _context(run: RunContents) -> dict[str, Any]:
         "givens": givens,
         "suggestions": suggestions,
         "corrections": _corrections(run),
-        "bars": _histogram(run),
+        "bars": plots.histogram(*weights) if run.rows else None,
         "noise": plots.noise_table(run.classes, run.matrix) if run.matrix else None,
         "sources": sources,
         "reliability": [right for s in sources if (right := s.number("right")) is not None],
@@ -202,10 +197,3 @@ def _corrections(run: RunContents) -> list[tuple[str, str, int]]:
     pairs = Counter((s.given, s.suggested) for s in run.suspects if s.given != s.suggested)
     ranked = sorted(pairs.items(), key=lambda item: (-item[1], item[0]))
     return [(given, suggested, n) for (given, suggested), n in ranked[:_CHIPS]]
-
-
-def _histogram(run: RunContents) -> plots.Histogram | None:
-    """Of the weights in rows.csv, split into suspects and others."""
-    if not run.rows:
-        return None
-    return plots.histogram(*([row.weight for row in run.rows if row.suspect is which] for which in (False, True)))

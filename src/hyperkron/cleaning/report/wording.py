@@ -6,7 +6,7 @@ import json
 from datetime import datetime
 from typing import Any
 
-from hyperkron.cleaning.choice import few, wilson
+from hyperkron.cleaning import choice
 from hyperkron.cleaning.config import OURS
 from hyperkron.cleaning.data.checks import SEEN
 from hyperkron.cleaning.report.folder import Candidate, RunContents
@@ -117,19 +117,12 @@ def heading(run: RunContents) -> str:
 def few_trusted(run: RunContents) -> bool:
     """Whether there are too few trusted rows to conclude anything from them."""
     rows = run.result.child("data").count("trusted_rows")
-    return rows is not None and few(rows, len(run.classes))
+    return rows is not None and choice.few(rows, len(run.classes))
 
 
 def interval(low: float | None, high: float | None) -> str:
-    """An interval of shares.
-
-    Example:
-        >>> interval(0.9, 0.95), interval(0.94, 1.0)
-        ('90.0% to 95.0%', 'at least 94.0%')
-    """
-    if low is None or high is None:
-        return UNKNOWN
-    return f"at least {percent(low)}" if high >= 0.9995 else f"{percent(low)} to {percent(high)}"
+    """An interval of shares, as the verdict writes it."""
+    return UNKNOWN if low is None or high is None else choice.interval(low, high)
 
 
 def of_rows(accuracy: float | None, rows: float | None) -> str:
@@ -148,7 +141,7 @@ def tested_on(run: RunContents) -> tuple[int, float, float] | None:
     """How many test rows there are, and the 95 % interval of the chosen model's accuracy on them."""
     lines = run.result.children("per_class")
     rows, right = (sum(line.count(key) or 0 for line in lines) for key in ("test_rows", "test_right"))
-    return (rows, *wilson(right / rows, rows)) if 0 < rows >= right else None
+    return (rows, *choice.wilson(right / rows, rows)) if 0 < rows >= right else None
 
 
 def test_rows_are(run: RunContents) -> str:
