@@ -188,7 +188,7 @@ def judged(name: str, views: Sequence[Work], outcomes: Sequence[Outcome]) -> Ten
     first = views[0]
 
     def compute() -> dict[str, Tensor]:
-        found = torch.zeros(len(first.given), first.classes, device=first.device)
+        found = first.no_answers()
         for view, network in zip(views, fitted(name, views, outcomes, f"judging {name}"), strict=True):
             found[view.held_out] = predict(network, view.inputs, view.held_out)
         return {"asked": found}

@@ -48,12 +48,11 @@ def _side_by_side(plan: TrainingPlan, rows: list[int]) -> int:
 def _of_method(works: list[Work]) -> int:
     """Of the trusted expert, the noise-matrix expert and the fold models."""
     first = works[0]
-    trusted = [[len(work.side(h, work.trusted)) or len(work.trusted) for h in (0, 1)] for work in works]
+    sides = [[len(work.side(h, work.trusted)) for h in (0, 1)] for work in works]
     noisy = [len(first.side(h, first.noisy)) for h in (0, 1)]
     alone = first.short if first.many else first.brief
     steps = _side_by_side(alone, [len(work.trusted) for work in works])
-    steps += _side_by_side(first.brief, [count for pair in trusted for count in pair])
-    sides = [[len(work.side(h, work.trusted)) for h in (0, 1)] for work in works]
+    steps += _side_by_side(first.brief, [count or sum(pair) for pair in sides for count in pair])
     of_matrix, of_folds = first.quick(-(-len(first.given) // 2)), first.quick(-(-len(first.noisy) // 2))
     steps += _side_by_side(of_matrix, [noisy[h] + pair[h] for pair in sides for h in (0, 1)])
     return steps + len(PRESETS) * _side_by_side(of_folds, [noisy[h] + pair[1 - h] for pair in sides for h in (0, 1)])

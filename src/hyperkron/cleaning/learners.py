@@ -50,11 +50,10 @@ def grow(kind: str, work: Work, rows: Tensor, posterior: Tensor) -> TreeEnsemble
 
 def half_answers(kind: str, work: Work, posterior: Tensor) -> Tensor:
     """What trees of one half of the noisy rows and the other half of the trusted rows say of the rest (rows, C)."""
-    asked = torch.zeros(len(work.given), work.classes, device=work.device)
+    asked = work.no_answers()
     for half in (0, 1):  # as the fold models
-        learn = torch.cat([work.side(half, work.noisy), work.side(1 - half, work.trusted)])
-        ask = torch.cat([work.side(1 - half, work.noisy), work.side(half, work.trusted)])
-        asked[ask] = predict(grow(kind, work, learn, posterior), work.inputs, ask)
+        ask = work.crossed(1 - half)
+        asked[ask] = predict(grow(kind, work, work.crossed(half), posterior), work.inputs, ask)
     return asked
 
 

@@ -70,7 +70,7 @@ def cross_fitted(
     networks = works[0].fit(targets, plan, name, seeds=[work.shift + seed for work in works for seed in (1, 2)])
     found = []
     for i, work in enumerate(works):
-        asked = torch.zeros(len(work.given), work.classes, device=work.device)
+        asked = work.no_answers()
         for half in (0, 1):
             ask = (work.fold == half).nonzero()[:, 0]
             asked[ask] = predict(networks[2 * i + half], work.inputs, ask)
@@ -96,10 +96,12 @@ def trusted_expert(works: Sequence[Work]) -> list[Tensors]:
         halved = cross_fitted(
             works, "trusted expert", lambda work, half: known(work, work.side(1 - half, work.trusted)), first.brief
         )
-        asked = [both.clone() for both in halved]
-        for work, network, both in zip(works, alone, asked, strict=True):
-            both[work.noisy] = predict(network, work.inputs, work.noisy)
-        return [{"asked": a, "halved": h} for a, h in zip(asked, halved, strict=True)]
+        found = []
+        for work, network, both in zip(works, alone, halved, strict=True):
+            asked = both.clone()
+            asked[work.noisy] = predict(network, work.inputs, work.noisy)
+            found.append({"asked": asked, "halved": both})
+        return found
 
     return staged(works, "trusted-expert", compute)
 
@@ -124,11 +126,10 @@ def noisy_expert(works: Sequence[Work]) -> list[Tensor]:
 
 def matrix_expert(works: Sequence[Work], noisy: Sequence[Tensor]) -> list[Tensor]:
     """Networks of all rows, trained through the noise matrix that the noisy expert shows on the trusted rows."""
-    told = [
-        noise_matrix_from_trusted(p[work.trusted], work.given[work.trusted], work.classes)
+    matrices = {
+        id(work): noise_matrix_from_trusted(p[work.trusted], work.given[work.trusted], work.classes)
         for work, p in zip(works, noisy, strict=True)
-    ]
-    matrices = {id(work): matrix for work, matrix in zip(works, told, strict=True)}
+    }
 
     def learn(work: Work, half: int) -> TrainingTargets:
         mine, sure = work.side(1 - half, work.labelled(work.noisy)), work.side(1 - half, work.trusted)
@@ -159,7 +160,7 @@ def noisy_forest(work: Work) -> Tensor:
         work.fitting(FOREST_EXPERT, FOREST, len(noisy))
         labels = one_hot(work.given[noisy], work.classes).float()
         trees, answers = forest(vectors(work, noisy), labels, seed=work.config.seed)
-        asked = torch.zeros(len(work.given), work.classes, device=work.device)
+        asked = work.no_answers()
         others = torch.ones(len(work.given), dtype=torch.bool, device=work.device).index_fill(0, noisy, False)
         asked[others] = predict(trees, work.inputs, others.nonzero()[:, 0])
         asked[noisy] = answers
@@ -186,7 +187,7 @@ def forest_answers(work: Work, posterior: Tensor) -> Tensor:
     work.fitting(FOREST_EXPERT, FOREST, len(rows))
     q, weight = soft_labels(work, posterior)
     answers = forest(vectors(work, rows), q[rows], weight[rows], seed=work.config.seed + work.shift)[1]
-    asked = torch.zeros(len(work.given), work.classes, device=work.device)
+    asked = work.no_answers()
     asked[rows] = answers
     return asked
 
@@ -280,9 +281,8 @@ def fold_models(works: Sequence[Work], firsts: Sequence[Opinion], halves: Sequen
     """
 
     def targets(work: Work, first: Opinion, log_p: Tensor) -> list[TrainingTargets]:
-        told = first.log_likelihood
-        rows = [torch.cat([work.side(h, work.noisy), work.side(1 - h, work.trusted)]) for h in (0, 1)]
-        return [evidence_targets(work, rows[h], log_p, told, scale) for scale in PRESETS for h in (0, 1)]
+        told, rows = first.log_likelihood, [work.crossed(half) for half in (0, 1)]
+        return [evidence_targets(work, mine, log_p, told, scale) for scale in PRESETS for mine in rows]
 
     def compute() -> list[Tensors]:
         told = [targets(*view) for view in zip(works, firsts, halves, strict=True)]
@@ -292,10 +292,10 @@ def fold_models(works: Sequence[Work], firsts: Sequence[Opinion], halves: Sequen
         networks = iter(works[0].fit(flat, plan, "fold models", seeds=seeds))
         found = []
         for work in works:
-            asked = torch.zeros(len(PRESETS), len(work.given), work.classes, device=work.device)
+            asked = torch.stack([work.no_answers() for _ in PRESETS])
             for answers in asked:
                 for half in (0, 1):
-                    ask = torch.cat([work.side(1 - half, work.noisy), work.side(half, work.trusted)])
+                    ask = work.crossed(1 - half)
                     answers[ask] = predict(next(networks), work.inputs, ask)
             right = asked[:, work.trusted, work.given[work.trusted]]
             losses = -(right.double() + 1e-6).log().mean(1)
@@ -309,8 +309,7 @@ def cleaned_forests(works: Sequence[Work], firsts: Sequence[Opinion]) -> list[Te
     """The opinion of forests of the posterior in each view; None where there are no trees."""
 
     def compute() -> list[Tensors]:
-        views = zip(works, (first.posterior for first in firsts), strict=True)
-        return [{"asked": forest_answers(w, q)} for w, q in views]
+        return [{"asked": forest_answers(w, first.posterior)} for w, first in zip(works, firsts, strict=True)]
 
     if not works[0].trees:
         return [None] * len(works)

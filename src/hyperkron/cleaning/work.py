@@ -134,6 +134,14 @@ class Work:
         """Those of the rows that lie in this half."""
         return which[self.fold[which] == half]
 
+    def crossed(self, half: int) -> Tensor:
+        """The noisy rows of this half and the trusted rows of the other."""
+        return torch.cat([self.side(half, self.noisy), self.side(1 - half, self.trusted)])
+
+    def no_answers(self) -> Tensor:
+        """Zeros (rows, C), to be filled with what a model says of some rows."""
+        return torch.zeros(len(self.given), self.classes, device=self.device)
+
     def labelled(self, rows: Tensor) -> Tensor:
         """Those of the rows that have a label."""
         return rows[self.given[rows] >= 0]

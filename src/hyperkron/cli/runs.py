@@ -61,7 +61,6 @@ def export(options: Any, given: list[str]) -> int:
     how = ReadOptions(charset=reading.get("charset") or ReadOptions.charset)
     notes = [note for note in [_check_rows(folder, train, config.child("rows"), how)] if note]
     decided = {} if options.decisions is None else read_decisions(options.decisions, folder)
-    _refuse_strange(decided, rows, options.decisions)
     dropped, new = _changes(rows, decided, options, notes)
     keep = [row.row for row in rows if row.row not in dropped]
     voted = _voted(rows, reading, relabel=bool(options.relabel or options.decisions))
@@ -107,6 +106,11 @@ def _changes(
     rows: list[CsvRow], decided: dict[int, str], options: Any, notes: list[str]
 ) -> tuple[set[int], dict[int, str]]:
     """The rows to drop, and new labels by row: of the suspects that are open, and of the rows that were decided."""
+    if unknown := sorted(set(decided) - {row.row for row in rows}):
+        raise HyperkronError(
+            f"decisions={options.decisions!r} decide about row {unknown[0]}, which is not a row of the run; save the "
+            "file again in the report of this run."
+        )
     open_suspects = [row for row in rows if row.suspect and row.row not in decided]
     dropped = {row.row for row in open_suspects} if options.drop else set()
     new = {row.row: row.suggested for row in open_suspects if row.suggested != row.given} if options.relabel else {}
@@ -135,15 +139,6 @@ def _without_labels(train: str, folder: Path, error: NoLabelColumn) -> Hyperkron
         f"row can be relabelled. Use --drop suspects alone, or take the labels from {folder / 'rows.csv'} (columns "
         "row, given and suggested)."
     )
-
-
-def _refuse_strange(decided: dict[int, str], rows: list[CsvRow], file: str | None) -> None:
-    unknown = sorted(set(decided) - {row.row for row in rows})
-    if unknown:
-        raise HyperkronError(
-            f"decisions={file!r} decide about row {unknown[0]}, which is not a row of the run; save the file again in "
-            "the report of this run."
-        )
 
 
 def _check_rows(folder: Path, train: str, record: Fields, how: ReadOptions) -> str | None:

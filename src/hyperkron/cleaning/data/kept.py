@@ -78,8 +78,7 @@ class Kept:
         unknown = sorted(set(self.labels.values()) - set(classes))
         if classes and unknown:
             raise HyperkronError(f"labels holds {listing(map(repr, unknown))}; the classes are {listing(classes, 20)}.")
-        numbers = {name: i for i, name in enumerate(classes)}
-        return replace(self, labels={row: numbers.get(name, name) for row, name in self.labels.items()})
+        return self._renamed({name: i for i, name in enumerate(classes)})
 
     def like(self, column: Values) -> Kept:
         """With new labels as other rows of the column write them (2, true, "2.0"), so that they are read as before."""
@@ -101,7 +100,10 @@ class Kept:
             return name
 
         new = {name: here(name) for name in set(self.labels.values()) if isinstance(name, str)}
-        return replace(self, labels={row: new.get(name, name) for row, name in self.labels.items()})
+        return self._renamed(new)
+
+    def _renamed(self, names: Mapping[str, Any]) -> Kept:
+        return replace(self, labels={row: names.get(name, name) for row, name in self.labels.items()})
 
     def label(self, row: int, old: Any) -> Any:
         """The label of a row.

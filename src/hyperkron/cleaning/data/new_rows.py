@@ -120,7 +120,7 @@ class InputForm:
         if found.dtype.kind not in "fiub":
             raise HyperkronError(f"rows is a {type(rows).__name__} of type {found.dtype}, not of numbers; {_FORMS}.")
         names = () if self.encoding is None else self.encoding.names
-        if names and found.shape[1:] == (len(names),) and found.dtype.kind in "fiub":
+        if names and found.shape[1:] == (len(names),):
             encoded = {name: found[:, i] for i, name in enumerate(names)}
             return Raw("rows", "table", encoded, [None] * len(found), np.arange(len(found)))
         return arrays.array_rows(found, np.zeros(len(found), dtype=np.int64), "rows")

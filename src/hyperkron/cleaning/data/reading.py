@@ -90,11 +90,11 @@ def read(
         encoding, notes = _encoding(raw, options)
         notes += checks.duplicate_notes(raw, checks.keys(raw, checks.numeric_columns(raw)))
         return checks.labelled(raw, classes, encoding, notes)
-    if like.encoding is not None and not asked.given("text", "image", "features") and not without_columns(source):
-        asked = replace(asked, features=[column.name for column in like.encoding.columns])
+    names = [] if like.encoding is None else [column.name for column in like.encoding.columns]
+    if names and not asked.given("text", "image", "features") and not without_columns(source):
+        asked = replace(asked, features=names)
     raw = _load(source, argument, asked, options, like.shape, part=part)
     checks.refuse_other_kind(raw, like.kind, like.shape, like.source)
-    names = () if like.encoding is None else [column.name for column in like.encoding.columns]
     checks.refuse_other_columns(raw, names, like.source)
     raw = checks.known_only(raw, like.classes)
     return checks.labelled(raw, like.classes, like.encoding, checks.surprise_notes(raw, like.encoding))
@@ -181,15 +181,8 @@ def _pair(train: Raw, trusted: Raw, options: ReadOptions) -> tuple[Labelled, Lab
     encoding, learnt = _encoding(train, options)
     notes += [*checks.label_notes(train), *checks.number_notes(train), *checks.leak_notes(train), *learnt]
     notes += checks.duplicate_notes(train, ours)
-    return (
-        checks.labelled(train, classes, encoding, notes),
-        checks.labelled(
-            trusted,
-            classes,
-            encoding,
-            [*checks.surprise_notes(trusted, encoding), *checks.duplicate_notes(trusted, theirs)],
-        ),
-    )
+    others = checks.surprise_notes(trusted, encoding) + checks.duplicate_notes(trusted, theirs)
+    return checks.labelled(train, classes, encoding, notes), checks.labelled(trusted, classes, encoding, others)
 
 
 def _by_flag(raw: Raw, column: str) -> tuple[Raw, Raw]:

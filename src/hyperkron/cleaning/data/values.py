@@ -192,8 +192,7 @@ def ordered(names: Iterable[str]) -> tuple[str, ...]:
 
 def flags(values: Values, column: str) -> Array:
     """Which rows a column marks as trusted: true/false, yes/no, 1/0; a gap is false."""
-    texts = [category(value) or "" for value in (values if isinstance(values, list) else values.tolist())]
-    lowered = [text.lower() for text in texts]
+    lowered = [(category(value) or "").lower() for value in cells(values)]
     strange = sorted({text for text in lowered if text not in _TRUE | _FALSE})
     if strange:
         raise HyperkronError(

@@ -119,14 +119,8 @@ def forest(
     """A random forest of soft labels, and its out-of-bag probabilities of the same rows (N, C).
 
     Each tree splits to lower the squared error of q, which for certain labels is Gini's impurity, and answers with the
-    mean of q in a leaf. Row n's out-of-bag answer is that of the trees whose bootstrap sample missed it.
-
-    Args:
-        x: inputs (N, d).
-        q: class probabilities of each row (N, C).
-        weight: of the rows.
-        seed: of samples and features.
-        trees: how many (default: TREES).
+    mean of q in a leaf. Row n's out-of-bag answer is that of the trees whose bootstrap sample missed it. Inputs ``x``
+    are (N, d) and probabilities ``q`` (N, C); there are TREES ``trees`` unless told otherwise.
 
     References:
         Breiman, 2001, "Random forests".
