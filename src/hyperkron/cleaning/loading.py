@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hyperkron.cleaning.data import InputForm
-from hyperkron.cleaning.fields import FORMAT, REMEDY, Fields, parse, read_object, read_result, read_text
+from hyperkron.cleaning.fields import FORMAT, REMEDY, parse, read_object, read_result, read_text
 from hyperkron.cleaning.given import Given
 from hyperkron.cleaning.models import TextEncoder
 from hyperkron.cleaning.models.trees import rebuilt
@@ -149,18 +149,13 @@ def _predictor(
         raise HyperkronError(f"{folder / 'inputs.safetensors'} is damaged ({error}); {REMEDY}.") from error
     where = check_device("device", device)
     layers, shape = int(about.raw.get("layers") or 0), tuple(int(n or 0) for n in about.numbers("input_shape"))
-    transform = InputTransform.load(form, tensors, _encoder(about, encoder, where), layers)
+    began, vectors = about.child("encoder").raw, None
+    if began:
+        vectors = TextEncoder(encoder or began["name"], device=where)
+        refuse_other_encoder(began, encoder_identity(vectors))
+    transform = InputTransform.load(form, tensors, vectors, layers)
     build = network_builder(transform, shape, len(about.texts("classes")), model)
     return transform, _stored_model(build, folder / "model.safetensors").to(where).eval()
-
-
-def _encoder(about: Fields, encoder: str | None, device: torch.device) -> TextEncoder | None:
-    began = about.child("encoder").raw
-    if not began:
-        return None
-    found = TextEncoder(encoder or began["name"], device=device)
-    refuse_other_encoder(began, encoder_identity(found))
-    return found
 
 
 def _stored_model(build: Callable[[], nn.Module], file: Path) -> nn.Module:

@@ -198,11 +198,11 @@ def tensor_array(values: Tensor) -> Array:
     return np.asarray(found.float() if found.dtype == torch.bfloat16 else found)
 
 
-def dense(x: Any, name: str, most: int = ReadOptions.max_cells) -> Array:
+def dense(x: Any, name: str) -> Array:
     """An array of what was given; a sparse matrix is filled up, if it is not too large for that."""
     if hasattr(x, "toarray"):
-        cells = prod(x.shape)
-        if cells > most:
+        most = ReadOptions.max_cells
+        if prod(x.shape) > most:
             raise HyperkronError(
                 f"{name}: x is a sparse matrix of {x.shape[0]} × {x.shape[1]}; more than {most} cells are not filled "
                 "up. Reduce it first, for example with sklearn.decomposition.TruncatedSVD(256).fit_transform(x)."
@@ -328,12 +328,8 @@ def read_cifar(place: Place) -> Raw:
             )
         records.append(content.reshape(-1, size))
     joined = np.concatenate(records)
-    classes = _cifar_names(folder / ("batches.meta.txt" if ten else "fine_label_names.txt"))
+    names = folder / ("batches.meta.txt" if ten else "fine_label_names.txt")
+    lines = re.split(r"[\r\n]+", names.read_text("utf-8")) if names.is_file() else []
+    classes = tuple(line.strip() for line in lines if line.strip())
     labels = joined[:, ahead - 1].astype(np.int64)
     return array_rows(joined[:, ahead:].reshape(-1, 3, 32, 32), labels, f"{folder.name}:{part}", classes)
-
-
-def _cifar_names(path: Path) -> tuple[str, ...]:
-    if not path.is_file():
-        return ()
-    return tuple(line.strip() for line in re.split(r"[\r\n]+", path.read_text("utf-8")) if line.strip())

@@ -123,14 +123,12 @@ def read_pair(
         train: a path, ``folder:part``, ``hf:NAME:SPLIT``, a dictionary of arrays or columns, or a DataFrame.
         trusted: the same for the rows whose labels are right; None if a column flags them, or if ``train`` is a folder
             with a part ``trusted`` or ``valid``.
-        text, label, image, features: the columns of a table; those not named are inferred where there is no doubt.
+        text, label, image, features, charset, options: as for :func:`read`.
         trusted_column: the column that flags the trusted rows of ``train``.
         id: columns that identify the training rows: carried along, never learnt from.
         annotator: the column of ``train`` that says who gave the label of a line, where there is one line per row and
             annotator; lines with the same ``id`` are one row.
         annotators: columns of ``train`` with labels, one for each annotator.
-        charset: of CSV and JSON files, in place of that of ``options``.
-        options: how to read.
 
     Example:
         >>> table = {"text": ["a b", "c", "d", "e"], "label": [1, 0, 1, 0], "ok": [0, 0, 1, 1]}
