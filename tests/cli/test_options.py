@@ -240,7 +240,7 @@ import hyperkron.cli.doctor as doctor
 class HyperkronError(ValueError): pass
 solution = types.ModuleType("hyperkron.solution"); solution.HyperkronError = HyperkronError
 sys.modules["hyperkron.solution"] = solution
-def fail(options, given): raise {error}
+def fail(options): raise {error}
 doctor.doctor = fail
 sys.exit(main(sys.argv[1:]))
 """

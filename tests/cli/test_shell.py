@@ -68,7 +68,7 @@ def test_the_export_that_is_proposed_has_a_name_that_is_accepted(train: str, suf
 
 
 def test_a_warning_has_no_place_in_the_code(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
-    def warning(options: Any, given: list[str]) -> int:
+    def warning(options: Any) -> int:
         warnings.warn_explicit("encoder='x' is missing", HyperkronWarning, "hyperkron", 1)
         return 0
 

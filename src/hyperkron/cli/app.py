@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 check(wanted)
                 module = import_module(f"hyperkron.cli.{_MODULES.get(wanted.command, 'runs')}")
                 command = getattr(module, wanted.command)
-                code: int = command(wanted, given) if ranks.processes()[1] == 1 else ranks.run(command, wanted, given)
+                code: int = command(wanted) if ranks.processes()[1] == 1 else ranks.run(command, wanted)
                 return code
         finally:
             sys.stdout.flush()

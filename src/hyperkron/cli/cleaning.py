@@ -26,7 +26,7 @@ SETTINGS = ("seed", "epochs", "device", "encoder", "layers")
 """Options that are settings of the same name."""
 
 
-def clean(options: Any, given: list[str]) -> int:
+def clean(options: Any) -> int:
     """Find wrong labels and train without them."""
     budget = None if options.budget is None else seconds(options.budget)
     compare = None if options.compare == "all" else _names(options.compare)
@@ -56,7 +56,7 @@ def clean(options: Any, given: list[str]) -> int:
             model=load_model(options.model),
             config=config,
             progress=shown,
-            command=shlex.join(["hyperkron", *given]),
+            command=shlex.join(["hyperkron", *options.given]),
             on_result=_first_report(options),
             **getattr(options, "shared", {}),
             **{name: getattr(options, name) for name in OWN if getattr(options, name) is not None},
@@ -65,7 +65,7 @@ def clean(options: Any, given: list[str]) -> int:
     return _finish(options, out)
 
 
-def resume(options: Any, given: list[str]) -> int:
+def resume(options: Any) -> int:
     """Continue an interrupted run."""
     _need_packages(options)
     out = Path(options.run)

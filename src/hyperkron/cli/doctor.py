@@ -37,7 +37,7 @@ Found = tuple[str, str, str]
 """The state of something, ``ok``, ``missing`` (something optional) or ``bad``; what was found; and the remedy."""
 
 
-def doctor(options: Any, given: list[str]) -> int:
+def doctor(options: Any) -> int:
     """Look at everything and say what is missing; 1 where hyperkron cannot work."""
     found = []
     looks: dict[str, Callable[[], Found]] = {

@@ -133,7 +133,7 @@ def _version() -> str:
 
 
 def parse(given: Sequence[str], defaults: Mapping[str, Any] | None = None) -> argparse.Namespace:
-    """The command that is asked for and its options, with other defaults for those of ``clean``."""
+    """The command that is asked for, its options, and ``given``; with other defaults for those of ``clean``."""
     top = Parser(prog="hyperkron", description=_ABOUT, examples=_EXAMPLES)
     own = f"hyperkron {_version()}"
     top.add_argument("--version", action="version", version=own, help="print the version and exit")
@@ -148,6 +148,7 @@ def parse(given: Sequence[str], defaults: Mapping[str, Any] | None = None) -> ar
     found, unknown = top.parse_known_args(given)
     if unknown:
         made[found.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+    found.given = list(given)
     return found
 
 

@@ -36,7 +36,7 @@ def processes() -> tuple[int, int]:
         return 0, 1
 
 
-def run(command: Callable[[Any, list[str]], int], options: Any, given: list[str]) -> int:
+def run(command: Callable[[Any], int], options: Any) -> int:
     """The part of this process in a command, and its exit code."""
     rank, size = processes()
     shares, sweeps = options.command in ("clean", "resume"), options.command == "sweep"
@@ -50,14 +50,14 @@ def run(command: Callable[[Any, list[str]], int], options: Any, given: list[str]
     _choose_gpu()
     if not shares:
         options.out = getattr(options, "out", None) if rank == 0 else None
-        return command(options, given)
+        return command(options)
     with Meeting(rank, size) as meeting:
         if rank > 0:
             return _assist(meeting.folder(), size, options)
         from hyperkron.cleaning.run import Sharing
 
         options.shared = {"sharing": Sharing(size, meeting.tell)}
-        return command(options, given)
+        return command(options)
 
 
 def _assist(folder: str | None, size: int, options: Any) -> int:

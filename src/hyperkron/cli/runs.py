@@ -28,12 +28,11 @@ from hyperkron.training.writing import put, read_plain
 
 MAJORITY = "the labels written are the majority of the votes on each row, apart from those that were changed."
 """What is said where a file of several labels per row gets one."""
-_PLAIN = (int, float, type(None))
 FORMATS = (".csv", ".jsonl")
 """What predictions are written as."""
 
 
-def report(options: Any, given: list[str]) -> int:
+def report(options: Any) -> int:
     """Write or refresh report.html."""
     page = write_report(options.run)
     if options.json:
@@ -43,7 +42,7 @@ def report(options: Any, given: list[str]) -> int:
     return 0
 
 
-def export(options: Any, given: list[str]) -> int:
+def export(options: Any) -> int:
     """Write the training rows again, without the suspects or with the labels suggested for them."""
     folder = Path(options.run)
     config = _config(folder)
@@ -183,7 +182,7 @@ def _flagged(train: str, reading: dict[str, Any]) -> list[int]:
     return rows
 
 
-def predict(options: Any, given: list[str]) -> int:
+def predict(options: Any) -> int:
     """Write a line for each new row: where it stands, its ids, the label, and the probability of every class."""
     out = None if options.out is None else Path(options.out)
     if out is not None and out.suffix.lower() not in FORMATS:
@@ -251,7 +250,7 @@ def _fields(line: dict[str, Any]) -> tuple[int, list[str]]:
     return line["row"], ["" if cell is None else str(cell) for cell in cells]
 
 
-def attribute(options: Any, given: list[str]) -> int:
+def attribute(options: Any) -> int:
     """Write a page with the training rows behind each prediction."""
     if options.count < 1:
         raise UsageError(f"--count={options.count} must be at least 1.")

@@ -14,7 +14,7 @@ from hyperkron.cli.output import UsageError, say, say_json
 from hyperkron.cli.parser import parse
 
 
-def sweep(options: Any, given: list[str]) -> int:
+def sweep(options: Any) -> int:
     """Run trials until there are enough, and show the best ones."""
     from hyperkron import sweeps
 
@@ -30,7 +30,7 @@ def sweep(options: Any, given: list[str]) -> int:
         "maximize": options.maximize or options.function == "clean",
         "progress": not options.quiet,
     }
-    command = [sys.executable, "-m", "hyperkron", *given, "--workers", "1", "--quiet"]
+    command = [sys.executable, "-m", "hyperkron", *options.given, "--workers", "1", "--quiet"]
     others = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for _ in range(options.workers - 1)]
     try:
         found = sweeps.sweep(function, sweeps.parse_space(options.search), **settings)
