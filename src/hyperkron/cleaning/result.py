@@ -186,11 +186,9 @@ class CleanResult:
         return pandas.DataFrame(probabilities.numpy(), index=index, columns=list(self.classes))
 
     def predicted(self, rows: Any, **reading: Any) -> tuple[NewRows, Tensor]:
-        """New rows as they were read, and the class probabilities (n, C) of all of them.
+        """New rows as they were read, and the class probabilities (n, C) of all of them, as by :meth:`predict`.
 
-        Args:
-            rows: as for :meth:`predict`.
-            reading: ``id=`` and ``options=`` for :meth:`hyperkron.cleaning.data.InputForm.read`.
+        ``reading`` is ``id=`` and ``options=`` for :meth:`hyperkron.cleaning.data.InputForm.read`.
         """
         if self.transform is None:
             raise HyperkronError("this result has no model to predict with.")

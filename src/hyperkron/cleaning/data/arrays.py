@@ -33,11 +33,8 @@ def read_idx(path: str | Path, max_bytes: int = ReadOptions.max_bytes) -> Tensor
     """The array of an IDX file, gzip-compressed or not.
 
     The file holds two zero bytes, a code of the element type, the number of dimensions, the dimensions as big-endian
-    32-bit integers, and the elements, big-endian, in row-major order.
-
-    Args:
-        path: of the file.
-        max_bytes: of the file once decompressed.
+    32-bit integers, and the elements, big-endian, in row-major order. ``max_bytes`` is what it may hold once
+    decompressed.
 
     Reference: LeCun, Cortes & Burges, "The MNIST database of handwritten digits" (1998).
 

@@ -28,7 +28,7 @@ def export_rows(
     formulas: Formulas = "keep",
     options: ReadOptions | None = None,
 ) -> Path:
-    """Write the kept rows of a source, in the order of the source and in its format.
+    """Write the kept rows of a source, in the order of the source and in its format, and return the path.
 
     CSV and JSON lines keep the text of every row that gets no other label, byte for byte; Parquet keeps types and
     metadata. A folder of images becomes a CSV list of files or an ``.npz``; idx, CIFAR and sheets become an ``.npz``;
@@ -44,9 +44,6 @@ def export_rows(
         formulas: what becomes of CSV cells that a spreadsheet would run, such as ``=1+1``: ``keep`` them with a
             warning, ``escape`` them by an apostrophe, or ``refuse`` to write. Other formats have no such cells.
         options: how to read the source.
-
-    Returns:
-        The path written.
 
     Example:
         >>> import tempfile
