@@ -194,7 +194,6 @@ row(
 row(
     "an exploding model",
     touching(lambda g: g.model[2].weight.data.mul_(1e38), lambda: hk.identity()),
-    "∂θ J_out is infinite",
     "model parameter 2.weight reaches",
     "lower the inner learning rate",
     error=hk.NonFiniteError,

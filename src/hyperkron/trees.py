@@ -129,7 +129,12 @@ def norm(a: Tree) -> Tensor:
     if _normed_together(tensors):
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))  # one launch for many tensors
     found = dot(a, a).sqrt()  # float32 vector_norm sums naively on the CPU: 20 times the error of torch.dot
-    if found.is_cpu and not _SMALL_NORM < float(found) < math.inf and 0 < float(peak := largest(a)) < math.inf:
+    return _of_any_size(found, a) if found.is_cpu else found
+
+
+def _of_any_size(found: Tensor, a: Tree) -> Tensor:
+    """A norm that is read, and computed again from numbers of at most 1 if squares were out of range."""
+    if not _SMALL_NORM < float(found) < math.inf and 0 < float(peak := largest(a)) < math.inf:
         unit = map(lambda x: x / peak, a)
         return dot(unit, unit).sqrt() * peak
     return found

@@ -20,10 +20,9 @@ from hyperkron import solution
 from hyperkron.cleaning import OURS, CleanConfig, CleanResult, budget, clean, load, resume
 from hyperkron.cleaning.api import assist
 from hyperkron.cleaning.data import read_pair
-from hyperkron.cleaning.folder import fingerprint
+from hyperkron.cleaning.folder import fingerprint, has_whole_result
 from hyperkron.cleaning.report import write_report
 from hyperkron.cleaning.stages import RULES, Stages
-from hyperkron.cli.output import finished as run_finished
 from hyperkron.solution import HyperkronError, HyperkronWarning
 from hyperkron.training import Interrupted
 from hyperkron.training.locks import FolderLock
@@ -136,7 +135,7 @@ def test_interruptions_leave_no_trace(files: Files) -> None:
         with pytest.raises(Interrupted) as stopped:
             resume(out, progress=watch) if turn else files.clean("stopped", progress=watch)
         assert stopped.value.code == 128 + number and signal.getsignal(number) is before
-        assert not run_finished(out) and watch.stops == 1
+        assert not has_whole_result(out) and watch.stops == 1
         finished.append(len(list((out / "stages").glob("*.json"))))
     assert finished[:2] == [0, 1] and finished == sorted(finished) and finished[4] >= 5
     again = resume(out, progress=(last := Watch()))

@@ -84,7 +84,7 @@ class ForwardProducts(Products):
     def _along(self, batch: Any, v: Tree) -> Tensor:
         try:
             return self._tangents(map_tensors(in_order, batch) if self._contiguous else batch, v)
-        except RuntimeError as error:
+        except (RuntimeError, NoForwardModeError) as error:
             said = str(error)
             if not self._contiguous and "view size is not compatible" in said:
                 self._contiguous = True  # torch's tangent of group_norm takes views that channels last do not allow

@@ -153,7 +153,7 @@ def test_little_coverage_is_said_once_with_what_and_what_to_do(kind: type[nn.Mod
     method = hk.kfac(0.1)
     share = hk.curvature.KFAC().coverage(case.model).covered
     assert share < coverage.LEAST_COVERED
-    with pytest.warns(hk.HyperkronWarning, match=rf"only {100 * share:.1f} % .*weight_hh_l0 .*{kind.__name__}.*pcg"):
+    with pytest.warns(hk.HyperkronWarning, match=rf"only {100 * share:.1f}% .*weight_hh_l0 .*{kind.__name__}.*pcg"):
         first = method.compute(*case.arguments)
     assert first.stats["coverage"] == share
     with warnings.catch_warnings():
