@@ -172,6 +172,35 @@ row("SampleWeights init softmax", lambda g: hk.SampleWeights(3, "softmax", init=
 row("as_hyper of integers", lambda g: hk.as_hyper(torch.arange(3)), "as_hyper", "floating point", "int64")
 row("as_hyper of a list", lambda g: hk.as_hyper([1.0]), "as_hyper", "[1.0]", "torch.tensor")
 
+for value in ([], 0, "KFAC"):
+    for make in (hk.cg, hk.pcg, hk.neumann, hk.gradient_descent):
+        row(
+            f"{make.__name__} curvature {value!r}",
+            lambda g, m=make, v=value: m(curvature=v),
+            f"curvature={value!r} is not a curvature",
+        )
+row("pcg preconditioner", lambda g: hk.pcg(preconditioner=0), "preconditioner=0 is not a curvature")
+row("SampleWeights group", lambda g: hk.SampleWeights(3, group=2), "group=2", "DataParallel(problem).group")
+row("DomainWeights init", lambda g: hk.DomainWeights(2, {"a": 1}), "init={'a': 1} is not a tensor")
+row("WeightDecay model", lambda g: hk.WeightDecay("net"), "model='net' is not a torch.nn.Module", "the network itself")
+row("labels of nothing", lambda g: hk.LabelCorrection(None, 2), "labels=None is not a tensor")
+row("no classes", lambda g: hk.LabelCorrection(g.y, None), "classes=None", "whole number ≥ 2")
+row("confidence", lambda g: hk.LabelCorrection(g.y, 3, "high"), "confidence='high'", "more than 1/classes")
+row("box low", lambda g: hk.Box("0", 1), "low='0'", "-inf is no bound")
+row("box high", lambda g: hk.Box(0.0, None), "high=None", "low ≤ high")
+row("box of no point", lambda g: hk.Box(1.0, 0.0), "high=0.0", "low ≤ high")
+for value in (None, 3, ["runs"]):
+    for make in (hk.Checkpoint, hk.training.TensorBoard):
+        row(
+            f"{make.__name__} in {value!r}", lambda g, m=make, v=value: m(v), f"folder={value!r} is not a path", "runs/"
+        )
+row("files of failures", lambda g: hk.training.SkipFailures(folder=3), "folder=3 is not a path")
+row("statuses", lambda g: hk.training.SkipFailures(statuses=hk.Status.DIVERGED), "statuses=", "Status.DIVERGED")
+row("alternatives in words", lambda g: hk.CleanConfig(compare="noisy"), "compare='noisy' is not a tuple", "('noisy',)")
+row("alternatives of none", lambda g: hk.CleanConfig(compare=None), "compare=None is not a tuple of names")
+for name in ("seed", "layers"):
+    row(f"clean with {name} None", lambda g, n=name: hk.CleanConfig(**{n: None}), f"{name}=None", "whole number ≥ 0")
+
 # Combinations
 
 row("curvature none", lambda g: hk.Implicit(None, hk.solvers.Direct()), "curvature", "None", "KFAC")
@@ -322,6 +351,10 @@ row(
     "callbacks is a Callback",
     "callbacks=[",
 )
+for value in ("a", 1.5, -1):
+    row(f"fit with seed {value!r}", fitted(seed=lambda g, v=value: v), f"seed={value!r}", "None sets none")
+row("fit with a time as clock", fitted(clock=lambda g: 0.0), "clock=0.0 is not callable", "time.perf_counter")
+row("fit resumed from True", fitted(resume=lambda g: True), "resume=True is not a path", "resume='runs/first'")
 row("fit with a word as projection", fitted(projection=lambda g: "box"), "projection='box'", "Box(0.0, 1.0)")
 
 # Objectives, batches and indices
@@ -339,6 +372,21 @@ row(
     "next(iter(loader))",
 )
 row("weights of no index", lambda g: g.hyper(None), "(it is None)", "give whole numbers from 0")
+row(
+    "attribute by a loss of three arguments",
+    lambda g: hk.attribute(g.inner, g.model, (g.x, g.y), (g.x, g.y)),
+    "cannot be called as loss(model, batch)",
+)
+row(
+    "attribute with query_loss 0",
+    lambda g: hk.attribute(lambda m, b: outer(m, None, b), g.model, (g.x, g.y), (g.x, g.y), query_loss=0),
+    "query_loss=0 is not callable",
+)
+row(
+    "attribute into a number",
+    lambda g: hk.attribute(lambda m, b: outer(m, None, b), g.model, (g.x, g.y), (g.x, g.y), out=3),
+    "out=3 is not a path",
+)
 row(
     "attribute of swapped arguments",
     lambda g: hk.attribute(g.model, g.inner, (g.x, g.y), (g.x, g.y)),

@@ -37,6 +37,14 @@ def _rows(values: Tensor, index: Any, group: Group | None = None) -> Tensor:
     return found
 
 
+def _tensor(name: str, values: Any) -> Tensor:
+    """``values`` as a tensor; an error that names them where they cannot be one."""
+    try:
+        return torch.as_tensor(values)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise HyperkronError(f"{name}={values!r:.60} is not a tensor and cannot become one: {error}.") from error
+
+
 class SampleWeights(nn.Module):
     """One learnable weight for every training example: σ_n = squash(λ_n).
 
@@ -73,6 +81,8 @@ class SampleWeights(nn.Module):
         if raw is None:
             check_interval("init", start, 0, 1, brackets="()", remedy="a sigmoid lies strictly between 0 and 1")
             raw = float(torch.logit(torch.tensor(start, dtype=torch.float64, device="cpu")))
+        if not isinstance(group, Group | None):
+            raise HyperkronError(f"group={group!r:.60} is not a group of processes; pass DataParallel(problem).group.")
         if group is not None and squash == "softmax":
             raise HyperkronError("squash='softmax' needs all examples at once; use 'sigmoid' or 'clip' with group=.")
         self.squash = squash
@@ -153,7 +163,7 @@ class DomainWeights(nn.Module):
     def __init__(self, count: int, init: Tensor | None = None) -> None:
         super().__init__()
         check_whole("count", count, remedy="it is the number of sources")
-        given = torch.ones(count) if init is None else torch.as_tensor(init).detach()
+        given = torch.ones(count) if init is None else _tensor("init", init).detach()
         if given.shape != (count,) or not bool((given > 0).all() and given.isfinite().all()):
             raise HyperkronError(f"init={init!r} must hold {count} positive proportions.")
         self.logits = nn.Parameter(given.log())
@@ -184,6 +194,8 @@ class WeightDecay(nn.Module):
 
     def __init__(self, model: nn.Module, init: float = 1e-3, each: Literal["tensor", "entry"] = "tensor") -> None:
         super().__init__()
+        if not isinstance(model, nn.Module):
+            raise HyperkronError(f"model={model!r:.60} is not a torch.nn.Module; pass the network itself.")
         check_positive("init", init, "it is exp(λ)")
         check_one_of("each", each, ("tensor", "entry"))
         self.log = nn.ParameterList(
@@ -220,19 +232,18 @@ class LabelCorrection(nn.Module):
 
     def __init__(self, labels: Tensor, classes: int, confidence: float = 0.9) -> None:
         super().__init__()
-        labels = torch.as_tensor(labels)
-        if labels.ndim != 1 or labels.is_floating_point() or classes < 2:
+        check_whole("classes", classes, 2)
+        check_interval("confidence", confidence, 1 / classes, 1, brackets="()", remedy="it is more than 1/classes")
+        labels = _tensor("labels", labels)
+        if labels.ndim != 1 or labels.is_floating_point():
             raise HyperkronError(
-                f"labels must be a vector of class numbers with classes={classes!r} ≥ 2, not {labels.dtype} of shape "
-                f"{tuple(labels.shape)}."
+                f"labels must be a vector of class numbers, not {labels.dtype} of shape {tuple(labels.shape)}."
             )
         if wrong := [label for label in labels.unique().tolist() if not 0 <= label < classes]:
             raise HyperkronError(
                 f"labels contains {wrong[0]}, but with classes={classes} they are 0..{classes - 1}; give every example "
                 "one of these, such as the most frequent class where the label is not known."
             )
-        if not 1 / classes < confidence < 1:
-            raise HyperkronError(f"confidence={confidence!r} must lie between 1/classes and 1.")
         other = (1 - confidence) / (classes - 1)
         hot = nn.functional.one_hot(labels.long(), classes).to(torch.get_default_dtype())
         self.logits = nn.Parameter(hot * math.log(confidence / other))

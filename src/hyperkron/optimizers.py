@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from hyperkron import trees
 from hyperkron.solution import HyperkronError, warn_once
 from hyperkron.trees import Tree
-from hyperkron.validation import check_nonnegative, check_one_of, check_positive, first_of
+from hyperkron.validation import check_interval, check_nonnegative, check_one_of, check_positive, first_of
 
 Project = Callable[[Tensor], Tensor]
 """A projection of one parameter of λ onto its constraint set."""
@@ -46,8 +46,7 @@ class Rate:
 
     def __post_init__(self) -> None:
         check_nonnegative("scale", self.scale, "it is the first rate; 0 moves nothing")
-        if not math.isfinite(self.exponent):
-            raise HyperkronError(f"exponent={self.exponent!r} of a rate must be finite; 0 is a constant rate.")
+        check_interval("exponent", self.exponent, -math.inf, math.inf, brackets="()", remedy="0 is a constant rate")
 
     def __call__(self, t: int) -> float:
         """The value at step ``t``, counted from 0."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hyperkron.collectives import ONE_PROCESS, Group
 from hyperkron.losses import Loss, Term
 from hyperkron.solution import HyperkronError
-from hyperkron.validation import check_takes
+from hyperkron.validation import check_callable, check_takes
 
 Objective = Callable[[nn.Module, nn.Module, Any], Loss | Tensor]
 
@@ -59,10 +59,7 @@ class BilevelProblem:
     def __post_init__(self) -> None:
         for name in ("inner", "outer"):
             function = getattr(self, name)
-            if not callable(function):
-                raise HyperkronError(
-                    f"{name}={function!r} is not callable; pass a function (model, hyper, batch) -> loss."
-                )
+            check_callable(name, function, "pass a function (model, hyper, batch) -> loss")
             check_takes(name, function, "model", "hyper", "batch")
         if self.autocast not in (None, True, False):
             raise HyperkronError(

@@ -8,6 +8,8 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
+from os import PathLike
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -45,6 +47,19 @@ def check_interval(
     inside = low <= number <= high
     if not inside or (brackets[0] == "(" and number == low) or (brackets[1] == ")" and number == high):
         _refuse(name, value, f"must be a number in {brackets[0]}{low:g}, {high:g}{brackets[1]}", remedy)
+
+
+def check_callable(name: str, value: object, remedy: str) -> None:
+    """Refuse what cannot be called. ``remedy`` is what to pass instead."""
+    if not callable(value):
+        _refuse(name, value, "is not callable", remedy)
+
+
+def check_folder(name: str, value: object) -> Path:
+    """The folder that a path means; what is not a path is refused."""
+    if not isinstance(value, (str, PathLike)):
+        _refuse(name, value, "is not a path", f"pass that of a folder, such as {name}='runs/first'")
+    return Path(value)
 
 
 def check_one_of(name: str, value: object, allowed: Sequence[str]) -> None:

@@ -4,7 +4,7 @@ How to add one
 --------------
 1. One paper, one file in this folder. The class is a frozen dataclass derived from :class:`Algorithm`; its fields
    are the paper's constants (``inner_rate`` and ``outer_rate`` are inherited, override their defaults). Annotated
-   ``Count``, ``Positive``, ``Nonnegative``, ``Rate | float`` or ``Hypergradient`` they are checked by the base class.
+   ``Count``, ``Whole``, ``Positive``, ``Nonnegative``, ``Rate | float`` or ``Hypergradient`` they are checked.
 2. The docstring holds the update equations in the notation of the library (v ≈ H⁻¹b, hypergradient ∂_λ f − X(v)),
    the reference, and what published code does differently.
 3. ``step(state, batches)`` composes: batches from ``batches.inner()`` and ``batches.outer()``; gradients, products and
@@ -24,6 +24,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -42,6 +43,8 @@ from hyperkron.validation import check_nonnegative, check_positive, check_whole
 
 Count = int
 """The annotation of a field that must be a whole number ≥ 1."""
+Whole = int
+"""The annotation of a field that must be a whole number ≥ 0."""
 Positive = float
 """The annotation of a field that must be a finite number > 0."""
 Nonnegative = float
@@ -234,7 +237,7 @@ class Algorithm(ABC):
 
     inner_rate: Rate | float = 0.1
     outer_rate: Rate | float = 0.1
-    seed: int = 0
+    seed: Whole = 0
 
     moves_hyper: ClassVar[bool] = True
     """Whether λ moves; if not, ``hyper`` may be a module without parameters."""
@@ -246,8 +249,8 @@ class Algorithm(ABC):
             value, kinds = getattr(self, one.name), str(one.type).split(" | ")
             if value is None and "None" in kinds:
                 continue
-            if "Rate" in kinds:
-                as_rate(value)
+            if "Rate" in kinds and not isinstance(value, Rate):
+                check_nonnegative(one.name, value, "give a number, of which 0 moves nothing, or a Rate")
             for kind, check in _CHECKS.items():
                 if kind in kinds:
                     check(one.name, value)
@@ -312,6 +315,7 @@ def _check_hypergradient(name: str, value: object) -> None:
 
 _CHECKS: dict[str, Callable[[str, object], None]] = {
     "Count": check_whole,
+    "Whole": partial(check_whole, least=0),
     "Positive": check_positive,
     "Nonnegative": check_nonnegative,
     "Hypergradient": _check_hypergradient,

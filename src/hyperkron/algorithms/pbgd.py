@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from hyperkron import trees
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Algorithm, Count, Positive, State, StepReport
+from hyperkron.algorithms.base import Algorithm, Count, Positive, State, StepReport, Whole
 from hyperkron.batches import BatchSources
-from hyperkron.validation import check_whole
 
 
 @dataclass(frozen=True)
@@ -29,11 +28,7 @@ class PBGD(Algorithm):
 
     inner_steps: Count = 1
     penalty: Positive = 0.2
-    ramp: int = 30_000
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_whole("ramp", self.ramp, 0)
+    ramp: Whole = 30_000
 
     def prepare(self, state: State) -> None:
         state.twins["y"] = state.inner.twin()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from hyperkron import trees
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Algorithm, Count, State, StepReport
+from hyperkron.algorithms.base import Algorithm, Count, Positive, State, StepReport
 from hyperkron.batches import BatchSources
-from hyperkron.solution import HyperkronError
+from hyperkron.validation import check_interval
 
 
 @dataclass(frozen=True)
@@ -31,18 +32,15 @@ class ScaleBiO(Algorithm):
         most: α is not raised beyond this; the bias is O(1/α).
     """
 
-    penalty: float = 1.0
+    penalty: Positive = 1.0
     growth: float = 1.2
     round_steps: Count = 100
     most: float = 1e3
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (self.penalty > 0 and self.growth >= 1 and self.most >= self.penalty):
-            raise HyperkronError(
-                f"penalty={self.penalty!r} must be positive, growth={self.growth!r} at least 1 and most={self.most!r} "
-                "at least penalty."
-            )
+        check_interval("growth", self.growth, 1, math.inf, brackets="[)", remedy="1 never raises the penalty")
+        check_interval("most", self.most, self.penalty, math.inf, remedy="it is at least penalty")
 
     def prepare(self, state: State) -> None:
         state.twins["u"] = state.inner.twin()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Algorithm, Count, State, StepReport
+from hyperkron.algorithms.base import Algorithm, Count, Positive, State, StepReport, Whole
 from hyperkron.batches import BatchSources
 from hyperkron.hypergradient import Hypergradient
 from hyperkron.hypergradient.stochastic_neumann import StochasticNeumann
@@ -37,8 +37,8 @@ class StocBiO(Algorithm):
     """
 
     inner_steps: Count = 10
-    terms: int = 10
-    step_size: float = 0.1
+    terms: Whole = 10
+    step_size: Positive = 0.1
     misscaled: bool = False
     hypergradient: Hypergradient | None = None
 

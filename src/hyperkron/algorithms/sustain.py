@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hyperkron.algorithms.base import Positive
 from hyperkron.algorithms.mrbo import MRBO
 from hyperkron.hypergradient import Hypergradient
 from hyperkron.hypergradient.stochastic_neumann import hia
@@ -27,7 +28,7 @@ class SUSTAIN(MRBO):
     """
 
     terms: int = 10
-    step_size: float = 0.1
+    step_size: Positive = 0.1
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Algorithm, Count, State, StepReport
+from hyperkron.algorithms.base import Algorithm, Count, Positive, State, StepReport
 from hyperkron.batches import BatchSources
 from hyperkron.hypergradient import Hypergradient
 from hyperkron.hypergradient.stochastic_neumann import hia
@@ -28,7 +28,7 @@ class TTSA(Algorithm):
     """
 
     terms: int = 10
-    step_size: float = 0.1
+    step_size: Positive = 0.1
     inner_rate: Rate | float = field(default=Rate(0.1, 0.4), kw_only=True)
     outer_rate: Rate | float = field(default=Rate(0.1, 0.6), kw_only=True)
 

@@ -24,7 +24,7 @@ from hyperkron.curvature import EKFAC, Curvature
 from hyperkron.hypergradient import Implicit
 from hyperkron.solution import HyperkronError, worst
 from hyperkron.solvers import Direct
-from hyperkron.validation import check_one_of
+from hyperkron.validation import check_folder, check_one_of
 
 
 def attribute(
@@ -80,18 +80,18 @@ def attribute(
     """
     check_one_of("way", way, ("auto", "layers", "forward"))
     models = _models(model)
+    query_loss = loss if query_loss is None else query_loss
     tasks = [
-        Task(loss, one, train, queries, _method(method), query_loss or loss, curvature_data, batch_size, collate)
+        Task(loss, one, train, queries, _method(method), query_loss, curvature_data, batch_size, collate)
         for one in models
     ]
-    folders = [
-        None if out is None else Path(out) / (f"model-{i}" if len(models) > 1 else "") for i in range(len(models))
-    ]
+    top = None if out is None else check_folder("out", out)
+    folders = [top and top / (f"model-{i}" if len(models) > 1 else "") for i in range(len(models))]
     found = [task.scores(aggregate, way, folder, progress) for task, folder in zip(tasks, folders, strict=True)]
     if len(found) == 1:
         return found[0]
     parts = [one.scores for one in found]
-    scores = torch.stack(parts).mean(0) if out is None else averaged(Path(out), parts)
+    scores = torch.stack(parts).mean(0) if top is None else averaged(top, parts)
     status = worst(one.stats["status"] for one in found)
     return Attribution(scores, {**found[0].stats, "status": status, "models": len(found)})
 

@@ -23,12 +23,13 @@ from hyperkron.problem import rows, shares
 from hyperkron.sharding import is_sharded
 from hyperkron.solution import HyperkronError, HyperkronWarning, Status, warn_once
 from hyperkron.trees import Tree
+from hyperkron.validation import check_callable, check_takes
 
 
 def checked_loss(name: str, loss: Callable[[nn.Module, Any], Loss | Tensor]) -> Callable[[nn.Module, Any], Loss]:
     """``loss``, made to return a :class:`Loss`; refused if it cannot be called."""
-    if not callable(loss):
-        raise HyperkronError(f"{name}={loss!r:.60} is not callable; pass a function (model, batch) -> loss.")
+    check_callable(name, loss, "pass a function (model, batch) -> loss")
+    check_takes(name, loss, "model", "batch")
     return lambda model, batch: as_loss(loss(model, batch), name)
 
 

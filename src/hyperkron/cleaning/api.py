@@ -86,7 +86,7 @@ def clean(
         (160, 'hyperkron')
     """
     check_reading(train, reading)
-    shown, config = shown_progress(progress), config or CleanConfig()
+    shown, config = shown_progress(progress), CleanConfig() if config is None else config
     brought = own_paths(probabilities, embeddings)
     plain = None if out is None or brought is None else plain_sources(train, trusted, test, reading)
     with replacing(out, overwrite, shown.message):

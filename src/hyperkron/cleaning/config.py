@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -61,12 +61,14 @@ class CleanConfig:
     layers: int = 0
 
     def __post_init__(self) -> None:
+        if isinstance(self.compare, str) or not isinstance(self.compare, Collection):
+            raise HyperkronError(f"compare={self.compare!r:.60} is not a tuple of names; pass one, such as ('noisy',).")
         unknown = [name for name in self.compare if name not in ALTERNATIVES]
         if unknown:
             raise HyperkronError(f"compare={unknown[0]!r} is unknown; choose from {', '.join(ALTERNATIVES)}.")
         for name, low in (("epochs", 1), ("layers", 0), ("seed", 0)):
             value = getattr(self, name)
-            if value is not None:
+            if value is not None or name != "epochs":
                 check_whole(name, value, low)
                 object.__setattr__(self, name, int(value))  # plain values, as a run records them
         if self.budget is not None:

@@ -138,8 +138,8 @@ def cg(
         >>> cg(3, curvature=GGN(1e-2), warm_start=True).solver
         CG(iterations=3, tolerance=0.0)
     """
-    solver = CG(iterations, tolerance)
-    return Implicit(curvature or Hessian(damping), solver, warm_start=warm_start, cross=cross, graph=graph)
+    solver, curvature = CG(iterations, tolerance), Hessian(damping) if curvature is None else curvature
+    return Implicit(curvature, solver, warm_start=warm_start, cross=cross, graph=graph)
 
 
 def pcg(
@@ -170,9 +170,9 @@ def pcg(
         0.01
     """
     return Implicit(
-        curvature or GGN(damping),
+        GGN(damping) if curvature is None else curvature,
         CG(iterations, tolerance),
-        preconditioner=preconditioner or KFAC(damping),
+        preconditioner=KFAC(damping) if preconditioner is None else preconditioner,
         warm_start=warm_start,
         cross=cross,
     )
@@ -202,7 +202,8 @@ def neumann(
         >>> neumann(10, step=0.1).solver.terms
         10
     """
-    return Implicit(curvature or Hessian(damping), Neumann(terms, step), cross=cross, graph=graph)
+    curvature = Hessian(damping) if curvature is None else curvature
+    return Implicit(curvature, Neumann(terms, step), cross=cross, graph=graph)
 
 
 def gradient_descent(
@@ -234,7 +235,7 @@ def gradient_descent(
         True
     """
     return Implicit(
-        curvature or Hessian(damping),
+        Hessian(damping) if curvature is None else curvature,
         GradientDescent(iterations, step),
         preconditioner=preconditioner,
         warm_start=warm_start,

@@ -25,9 +25,8 @@ from hyperkron.hypergradient.implicit import outer_gradients
 from hyperkron.hypergradient.unrolled import Batches
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HypergradientResult, HyperkronError, Solution, Status
-from hyperkron.solvers.fixed_step import check_step
 from hyperkron.trees import Tree
-from hyperkron.validation import check_whole
+from hyperkron.validation import check_positive, check_whole
 
 
 class StochasticNeumann(Hypergradient):
@@ -52,16 +51,11 @@ class StochasticNeumann(Hypergradient):
     """
 
     def __init__(
-        self,
-        terms: int = 10,
-        step: float = 0.1,
-        *,
-        sampled: bool = False,
-        misscaled: bool = False,
-        seed: int = 0,
+        self, terms: int = 10, step: float = 0.1, *, sampled: bool = False, misscaled: bool = False, seed: int = 0
     ) -> None:
         check_whole("terms", terms, 1 if sampled else 0)
-        check_step(step)
+        check_positive("step", step, "pass one below 2/λmax")
+        check_whole("seed", seed, 0)
         if sampled and misscaled:
             raise HyperkronError("misscaled=True concerns the sum; it does not work with sampled=True (HIA).")
         self.terms, self.step, self.sampled, self.misscaled = terms, float(step), sampled, misscaled

@@ -88,7 +88,8 @@ class Kernels(Replaced):
         output = input.numel() // max(1, input.shape[1]) * weight.shape[0] // math.prod(steps)
         pays = self.always or max(input.numel(), output) >= LARGE
         if usual and self.channels_last and spatial == 2 and groups == 1 and _coarse(input):
-            pays = pays or _is_channels_last(input)
+            # channels-last already; images of one pixel or one channel are that and contiguous too
+            pays = pays or (input.is_contiguous(memory_format=torch.channels_last) and not input.is_contiguous())
             if pays:
                 self.converted = True
                 input = input.contiguous(memory_format=torch.channels_last)
@@ -252,11 +253,6 @@ def _has_weight_norm(model: nn.Module) -> bool:
         or any(isinstance(hook, WeightNorm) for hook in module._forward_pre_hooks.values())
         for module in modules_of(model)
     )
-
-
-def _is_channels_last(x: Tensor) -> bool:
-    """Whether ``x`` is channels-last and not contiguous; images of one pixel or one channel are both."""
-    return x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
 
 
 def _coarse(x: Tensor) -> bool:

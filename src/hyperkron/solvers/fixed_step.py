@@ -40,7 +40,8 @@ class FixedStep(IterativeSolver):
     def __post_init__(self) -> None:
         check_whole("power_iterations", self.power_iterations, 1)
         check_whole("seed", self.seed, 0)
-        check_step(self.step)
+        if self.step is not None:
+            check_positive("step", self.step, "pass one below 2/λmax, or None to have a safe one found")
 
     def check_graph(self) -> None:
         """Raise an error if the step must be found, because the search reads numbers from the device."""
@@ -119,9 +120,3 @@ class FixedStep(IterativeSolver):
                 v = where(end.running, trees.add(v, z, alpha=step), v)
         v = where((end.status == Event.NONPOSITIVE_CURVATURE) | (end.status == Event.DIVERGED), best, v)
         return v, products, end
-
-
-def check_step(step: float | None) -> None:
-    """Refuse a step that is neither ``None`` nor positive and finite."""
-    if step is not None:
-        check_positive("step", step, "pass one below 2/λmax, or None to have a safe one found")

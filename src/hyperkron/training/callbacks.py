@@ -17,7 +17,7 @@ from hyperkron.training.encoding import CheckpointError
 from hyperkron.training.history import Value
 from hyperkron.training.randomness import random_state, set_random_state
 from hyperkron.training.run import Run
-from hyperkron.validation import check_one_of, check_whole
+from hyperkron.validation import check_folder, check_one_of, check_whole
 
 
 class Evaluate(Callback):
@@ -202,7 +202,7 @@ class Checkpoint(Callback):
         for name, value in (("every", every), ("keep", keep)):
             check_whole(name, value)
         check_one_of("mode", mode, ("min", "max"))
-        self.folder: Path = Path(folder)
+        self.folder: Path = check_folder("folder", folder)
         self.every, self.keep, self.best, self.mode = every, keep, best, mode
         self.best_step: int | None = None
         self.best_value: float | None = None

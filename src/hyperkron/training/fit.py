@@ -20,6 +20,7 @@ from hyperkron.training.callback import Callback
 from hyperkron.training.data_parallel import synchronised
 from hyperkron.training.randomness import random_state, seed_all
 from hyperkron.training.run import Run
+from hyperkron.validation import check_folder, check_whole
 
 
 def fit(
@@ -103,6 +104,7 @@ def fit(
     check_problem(problem)
     model = synchronised(problem, model, hyper)
     if seed is not None:
+        check_whole("seed", seed, 0, "None sets none")
         seed_all(seed)
     levels = {"inner": inner_optimizer, "outer": outer_optimizer}
     state = algorithm.init(problem, model, hyper, **levels, project=projection, graph=graph)
@@ -110,7 +112,7 @@ def fit(
     run = Run(algorithm, state, sources, callbacks, clock=clock, record_failure=record_failure)
     run._set_goal(steps, seconds)
     with nullcontext() if run._ended else run._writing():  # what is read here is not overtaken by another run
-        if resume is not None and run.group.numbers(bool(checkpoint.candidates(resume)))[0][0]:
+        if resume is not None and run.group.numbers(bool(checkpoint.candidates(check_folder("resume", resume))))[0][0]:
             run.resume(resume, allow_changes=allow_changes)
             steps = None if steps is None else max(0, steps - run.state.step)
             seconds = None if seconds is None else max(0.0, seconds - run.seconds)

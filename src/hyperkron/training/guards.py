@@ -23,7 +23,7 @@ from hyperkron.training.callback import Callback, Verdict
 from hyperkron.training.history import Value
 from hyperkron.training.run import Run
 from hyperkron.training.writing import whole_file
-from hyperkron.validation import check_interval, check_whole
+from hyperkron.validation import check_folder, check_interval, check_whole
 
 MAX_DUMPS = 100
 """The largest number of files about failed batches in one run."""
@@ -70,10 +70,10 @@ class SkipFailures(Callback):
         self, limit: int = 5, folder: str | Path | None = None, statuses: Collection[Status] = frozenset()
     ) -> None:
         check_whole("limit", limit)
-        if any(not isinstance(status, Status) for status in statuses):
+        if not isinstance(statuses, Collection) or any(not isinstance(status, Status) for status in statuses):
             raise HyperkronError(f"statuses={statuses!r} must hold hyperkron.Status members, such as Status.DIVERGED.")
         self.limit, self.statuses = limit, tuple(sorted(status.name for status in statuses))
-        self._dumps = None if folder is None else Path(folder)
+        self._dumps = None if folder is None else check_folder("folder", folder)
         self.skipped = self.streak = self._files = 0
         self.path: Path | None = None
         self._reason = ""
@@ -228,11 +228,7 @@ class WatchWeights(Callback):
     remembers = ("_warned",)
 
     def __init__(
-        self,
-        fraction: float = 0.01,
-        every: int = 1,
-        stop: bool = False,
-        weights: Callable[[Run], Tensor] | None = None,
+        self, fraction: float = 0.01, every: int = 1, stop: bool = False, weights: Callable[[Run], Tensor] | None = None
     ) -> None:
         check_interval("fraction", fraction, 0, 1, brackets="()")
         check_whole("every", every)

@@ -6,13 +6,13 @@ of any size, and needs no box.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hyperkron.solution import HyperkronError
-from hyperkron.validation import check_positive
+from hyperkron.validation import check_interval, check_positive
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Box:
     high: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.low <= self.high:
-            raise HyperkronError(f"low={self.low!r} and high={self.high!r} leave no point; low ≤ high is needed.")
+        check_interval("low", self.low, -math.inf, math.inf, brackets="[)", remedy="-inf is no bound")
+        check_interval("high", self.high, self.low, math.inf, remedy="low ≤ high is needed; inf is no bound")
 
     def __call__(self, x: Tensor) -> Tensor:
         """The nearest point of the box."""

@@ -26,7 +26,7 @@ from hyperkron.training.randomness import random_state, set_random_state
 from hyperkron.training.sharded import holds_rows, of_all_ranks, resharded, write_rows
 from hyperkron.training.signals import Interrupted, Signals
 from hyperkron.training.undo import RecordedBatches, undoable_step
-from hyperkron.validation import check_nonnegative, check_whole
+from hyperkron.validation import check_callable, check_nonnegative, check_whole
 
 
 class Run:
@@ -56,6 +56,7 @@ class Run:
         derivatives.check_curvature_data(state, batches)
         self.batches = RecordedBatches(batches.inner_source, batches.outer_source, batches.curvature_source)
         self.callbacks = checked(callbacks)
+        check_callable("clock", clock, "pass a function that returns seconds, such as time.perf_counter")
         self.clock, self.record_failure = clock, record_failure
         self.history = History()
         self.row: dict[str, Value] = {}

@@ -12,7 +12,7 @@ from typing import Any
 from hyperkron.training.callback import Callback
 from hyperkron.training.history import Value, plain
 from hyperkron.training.run import Run
-from hyperkron.validation import check_whole, need
+from hyperkron.validation import check_folder, check_whole, need
 
 
 class Tracker(Callback):
@@ -75,7 +75,7 @@ class TensorBoard(Tracker):
 
     def __init__(self, folder: str | Path, every: int = 1) -> None:
         super().__init__(every)
-        self.logs = Path(folder)
+        self.logs = check_folder("folder", folder)
         self._writer: Any = None
         self._last: dict[str, str] = {}
 
