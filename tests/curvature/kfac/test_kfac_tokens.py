@@ -128,6 +128,71 @@ def test_parts_of_a_batch_count_their_own_tokens() -> None:
         assert oracles.relative(dense(parted.a[name]), dense(whole.a[name])) < 1e-12
 
 
+class Causal(Attend):
+    """Attention to earlier tokens alone, so that no gradient reaches the query of the first one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        later = torch.ones(2 * x.shape[1:2], dtype=torch.bool).triu(1)
+        return self.head(x + self.out((q @ k.mT).masked_fill(later, -torch.inf).softmax(-1) @ v).tanh())
+
+
+def measured_parts(model: nn.Module, weights: Tensor, size: int | None, y: Tensor, x: Tensor) -> Any:
+    """What KFAC measures of a loss at all tokens but the last, in pieces of this size."""
+
+    def inner(model: nn.Module, hyper: Any, batch: Any) -> Any:
+        return hk.losses.cross_entropy(model(batch[0])[:, :-1], batch[1][:, 1:], weight=batch[2])
+
+    problem = hk.training.Accumulated(hk.BilevelProblem(inner, inner), size)
+    with Point(problem, model, nn.Linear(1, 1), (x, y, weights), (x, y, weights)) as point:
+        state = hk.curvature.KFAC().init()
+        curvature = hk.curvature.KFAC(0.1, fisher="type-2")
+        return curvature._measure(point, state, state.plan(model, point.params, "diagonal"))
+
+
+def same_factors(found: Any, wanted: Any) -> None:
+    assert {*found.a} == {*wanted.a} == {"qkv", "out", "head"}
+    for name in wanted.a:
+        for one, other in ((found.a, wanted.a), (found.b, wanted.b)):
+            assert oracles.relative(dense(one[name]), dense(other[name])) < 1e-12
+
+
+@pytest.mark.parametrize("weights", [[1.0, 1.0, 1.0], [0.0, 1.0, 0.0]], ids=["weighted alike", "some of weight zero"])
+def test_a_does_not_depend_on_how_a_batch_is_divided(weights: list[float]) -> None:
+    """Whether tokens of an example count does not depend on padding in other examples."""
+    torch.manual_seed(0)
+    model, x, y = Causal().double(), torch.randn(3, 5, 4, dtype=DOUBLE), torch.randint(3, (3, 5))
+    y[0, 3:] = PADDING
+    given = torch.tensor(weights, dtype=DOUBLE)
+    same_factors(measured_parts(model, given, 1, y, x), measured_parts(model, given, None, y, x))
+
+
+def test_tokens_of_weight_zero_count_in_a() -> None:
+    torch.manual_seed(0)
+    model, x, y = Causal().double(), torch.randn(2, 5, 4, dtype=DOUBLE), torch.randint(3, (2, 5))
+    y[:, 3:] = PADDING
+    none, few = (measured_parts(model, torch.tensor([w, 1.0], dtype=DOUBLE), None, y, x) for w in (0.0, 1e-20))
+    same_factors(none, few)
+
+
+@pytest.mark.parametrize("predictions", [3, 5])
+def test_masked_labels_of_pooled_tokens_mask_no_tokens(predictions: int) -> None:
+    """Several predictions are made from the first of five tokens; A counts the others, too, as without masks."""
+    torch.manual_seed(0)
+    model, x = Attend(classes=predictions * 2).double(), torch.randn(4, 5, 4, dtype=DOUBLE)
+    model.head.register_forward_pre_hook(lambda head, given: given[0][:, 0])
+    y = torch.randint(2, (4, predictions))
+    y[0, 0] = PADDING
+
+    def inner(model: nn.Module, hyper: Any, batch: Any) -> Any:
+        return hk.losses.cross_entropy(model(x).unflatten(-1, (-1, 2)), y)
+
+    with Point(hk.BilevelProblem(inner, inner), model, nn.Linear(1, 1), None, None) as point:
+        state = hk.curvature.KFAC().init()
+        found = hk.curvature.KFAC(0.1)._measure(point, state, state.plan(model, point.params, "diagonal"))
+    assert {name: int(count) for name, count in found.rows.items()} == {"qkv": 20, "out": 20, "head": 4}
+
+
 def test_rows_of_a_pass_without_gradients_are_not_in_a() -> None:
     """A loss may look at the model under no_grad, as a Meta-Weight-Net does; KFAC measures what is differentiated."""
     torch.manual_seed(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 
@@ -81,10 +82,33 @@ class Calls:
         found = _leaves(nodes_behind([*_nodes(outputs), *self._starts], self._ends.values()))
         return [name for name, p in params.items() if name in self.used and id(p) in found]
 
+    def rows_behind(self, output: Tensor) -> int:
+        """The most rows in the output of a call from which ``output`` is made without another call.
+
+        These are as many as tokens, or as examples if tokens were pooled before several predictions were made.
+        """
+        ends = {*self._ends.values()}
+        first = _nodes([output])
+        between = nodes_behind(first, ends)
+        near = ends.intersection([*first, *(n for node in between for n, _ in node.next_functions if n is not None)])
+        shapes = [made.shape for node in near for made in node._input_metadata]
+        return max((math.prod(shape[:-1]) for shape in shapes), default=output.numel())
+
     def forget_graph(self) -> None:
         """Forget the nodes of the graph, which refer to the hooks."""
         self._starts.clear()
         self._ends.clear()
+
+
+def unmasked_examples(masks: list[Tensor], rows: int, like: Tensor) -> Tensor:
+    """Whether the masks for this many rows leave out no row of an example, for every example, to broadcast to ``like``,
+    which has a number for every token; of all examples together where it is not known which rows are whose."""
+    masks, n = [mask for mask in masks if mask.numel() == rows], len(like)
+    found = like.new_full((1,), bool(masks))
+    for mask in masks:
+        apart = rows % n == 0 and (mask.dim() == 1 or len(mask) == n)
+        found = found & mask.reshape(n if apart else 1, -1).all(1)
+    return found.reshape(-1, *[1] * (like.dim() - 1))
 
 
 def _node(x: Tensor) -> Node:

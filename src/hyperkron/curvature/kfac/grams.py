@@ -125,7 +125,7 @@ def masked_gram(
         total.rows[..., -1:].mul_(ones)
     elif block.bias is not None:
         total[:, -1, -1] = ones.sum()  # type: ignore[index]
-    return total, ones.sum().clamp_min(1)
+    return total, ones.sum()
 
 
 def _plus_gram(total: Tensor | None, rows: Tensor, dtype: torch.dtype) -> Tensor:

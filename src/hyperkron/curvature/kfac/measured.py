@@ -83,7 +83,8 @@ class Measured:
         sums: dict[int, tuple[Tensor, float]] = {}
         rescaled: dict[int, Factor] = {}
         for name, total in self.a.items():
-            share = 1.0 / self.rows[name]
+            rows = self.rows[name]
+            share = 1.0 / (rows.clamp_min(1) if isinstance(rows, Tensor) else rows)
             if isinstance(total, Tensor) and not isinstance(share, Tensor):
                 sums[id(total)] = (total, share)
             elif id(total) not in rescaled:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hyperkron import trees
-from hyperkron.curvature.kfac.calls import CallId, Calls
+from hyperkron.curvature.kfac.calls import CallId, Calls, unmasked_examples
 from hyperkron.curvature.kfac.coverage import Block, Plan
 from hyperkron.curvature.kfac.diagonals import Diagonals
 from hyperkron.curvature.kfac.factors import Factor, add_to, stored
@@ -88,8 +88,8 @@ class Recorder:
         self._diagonals = Diagonals(found.diagonal, self.dtype)
         self.waiting: list[_Call] = []
         self.inputs = InputGrams(self.dtype, how.low_rank, one_at_a_time=how.owners is not None)
-        self._unmasked: Tensor | None = None  # whether the loss masks no token; may not have been read
-        self._assumed_unmasked: Tensor | None = None  # the same, if it was assumed without reading it
+        self._masks: list[Tensor] = []  # which tokens the loss does not mask, where it has a row for each
+        self._assumed_unmasked: Tensor | None = None  # whether it masks none, if that was assumed without reading it
         self.calls: dict[str, int] = {}  # by block
         self._last = False  # whether this backward pass is the last one
         self.deliveries = None if how.owners is None else Deliveries(how.owners)
@@ -186,22 +186,26 @@ class Recorder:
     def after_forward(self, loss: Loss, readable: bool = True) -> None:
         """Called after the forward pass: decide which rows of layers over tokens count in A.
 
-        If the loss has rows for tokens (or for some, as ``logits[:, :-1]``) and masks some, A counts the tokens that a
-        gradient reaches, which is known only after the backward passes. If no token is masked, layers with the same
-        input share a sum. To find out waits for the GPU. If it is not ``readable`` (in a recording),
-        :attr:`Measurement.unmasked` is assumed, and factors are nan if the assumption is wrong.
+        If the loss has rows for other tokens, as ``logits[:, :-1]``, A counts those that a gradient reaches, which is
+        known only after the backward passes. If it has a row for every token, A also counts all tokens of examples that
+        are not masked. If none is masked, layers with the same input share a sum. To find out waits for the GPU. If it
+        is not ``readable`` (in a recording), :attr:`Measurement.unmasked` is assumed, and factors are nan if the
+        assumption is wrong.
         """
-        masks = [term.valid for term in loss.terms if term.valid is not None]
-        counts = {mask.numel() for mask in masks}
-        most = max(counts, default=0)
         calls, self.waiting = self.waiting, []
-        concerned = {c for c in calls if c.masked and c.x is not None and (c.rows in counts or most > len(c.x))}
-        if concerned:
-            self._unmasked = torch.stack([mask.all() for mask in masks]).all()
-            self.measured.unmasked = bool(self._unmasked) if readable else self.how.unmasked
-            self._assumed_unmasked = None if readable or not self.how.unmasked else self._unmasked
+        over = {call: len(call.x) for call in calls if call.masked and call.x is not None}
+        terms = [(t.row_losses.numel(), t) for t in loss.terms]
+        found = [min(n, self.layers.rows_behind(t.output)) for n, t in terms if n > min(over.values(), default=n)]
+        self._masks = [t.valid for t in loss.terms if t.valid is not None]
+        masked, others = {mask.numel() for mask in self._masks}, {n for n, t in terms if t.valid is None}
+        concerned = {c for c, examples in over.items() if max(found, default=0) > examples and c.rows not in others}
+        every = [call for call in concerned if call.rows in masked]
+        if every:
+            unmasked = torch.stack([mask.all() for mask in self._masks]).all()
+            self.measured.unmasked = bool(unmasked) if readable else self.how.unmasked
+            self._assumed_unmasked = None if readable or not self.how.unmasked else unmasked
             if self.measured.unmasked:
-                for call in concerned:  # they still wait: autograd keeps their inputs, and A is larger
+                for call in every:  # they still wait: autograd keeps their inputs, and A is larger
                     call.masked = False
         for call in calls:
             if call.masked and call not in concerned:
@@ -360,7 +364,7 @@ class Recorder:
                 count: int | Tensor
                 if call.masked:
                     assert call.reached is not None
-                    counted = call.reached if self._unmasked is None else call.reached | self._unmasked
+                    counted = call.reached | unmasked_examples(self._masks, call.rows, call.reached)
                     total, count = masked_gram(block, x.detach(), counted, sharing, self.dtype, self.how.low_rank)
                 else:
                     total, count = self.inputs.gram(block, x, call.rows, sharing)
