@@ -79,7 +79,7 @@ class Opened:
 def open_page(browser: Browser, file: Path, **context: Any) -> Opened:
     """Open a file without a network."""
     made = browser.new_context(reduced_motion="reduce", **context)
-    made.set_default_timeout(10_000)
+    made.set_default_timeout(60_000)
     made.set_offline(True)
     opened = Opened(made.new_page())
 
