@@ -50,16 +50,21 @@ def wrong_data(rank: int, folder: Path) -> None:
 
 
 def continued(rank: int, folder: Path) -> None:
-    """Writes down whether a run continues bit for bit, each process with batches in an order of its own."""
+    """Writes down whether a run continues bit for bit, each process with order and random numbers of its own."""
     ends = []
+
+    def noisy(examples: list[Any]) -> tuple[torch.Tensor, ...]:
+        """An augmentation that draws more numbers on the second process."""
+        x, y, index = torch.utils.data.default_collate(examples)
+        return x + torch.randn(3 + rank, 4)[: len(x)], y, index
+
     for steps, saved in ((4, "whole"), (1, "run"), (4, "run")):
         torch.manual_seed(0)
         model, problem = nn.Linear(4, 3), hk.training.DataParallel(hk.BilevelProblem(_inner, _outer), divide=False)
         weights = hk.SampleWeights(10)
         rows = torch.randn(10, 4), torch.arange(10) % 3, torch.arange(10)
-        loader = torch.utils.data.DataLoader(
-            torch.utils.data.TensorDataset(*rows), 3, shuffle=True, generator=torch.Generator().manual_seed(rank)
-        )
+        data, order = torch.utils.data.TensorDataset(*rows), torch.Generator().manual_seed(rank)
+        loader = torch.utils.data.DataLoader(data, 3, shuffle=True, generator=order, collate_fn=noisy)
         examples = hk.algorithms.Examples(*rows, batch_size=4, seed=rank)
         run = hk.fit(
             problem, model, weights, hk.AID(hk.identity(), 1), loader, examples, steps=steps, resume=folder / saved
@@ -89,7 +94,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_each_process_continues_with_its_own_batches(said: Path) -> None:
+def test_each_process_continues_with_its_own_batches_and_random_numbers(said: Path) -> None:
     """All continued with those of the first one."""
     assert [(said / f"continued {rank}").read_text() for rank in range(2)] == ["True", "True"]
 

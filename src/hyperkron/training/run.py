@@ -230,14 +230,15 @@ class Run:
                 "make the run with the callbacks it was saved with."
             )
         self.state.load_state_dict(state["state"])
-        self.batches.load_state_dict(state.get("draws", {}).get(str(self.group.rank), state["draw"]))
+        own = {name: state.get(f"{name}s", {}).get(str(self.group.rank), state[name]) for name in ("draw", "random")}
+        self.batches.load_state_dict(own["draw"])
         self.history.load_state_dict(state["history"])
         self.seconds = state.get("seconds", 0.0)
         for callback in self.callbacks:
             found = next((name for name in saved if name.split()[1] == type(callback).__name__), None)
             if found is not None:
                 callback.load_state_dict(saved.pop(found))
-        set_random_state(state["random"])
+        set_random_state(own["random"])
         self._random = None
 
     def about(self) -> checkpoint.About:
@@ -261,8 +262,9 @@ class Run:
 
     def _save(self, folder: str | Path) -> Path:
         rows, path = None, checkpoint.place(folder, self.state.step)
-        own_data = self.group.size > 1 and not self.state.problem.divides
-        draws = {"draws": of_all_ranks(self.batches.state_dict(), self.group)} if own_data else {}
+        of_each: dict[str, Any] = {}
+        if self.group.size > 1 and not self.state.problem.divides:  # data of its own may draw random numbers of its own
+            of_each = of_all_ranks({"draws": self.batches.state_dict(), "randoms": random_state()}, self.group)
         if self._sharded:
             staging = checkpoint.staging(folder, self.state.step)
             rows = staging, write_rows(staging, self.state_dict(), self.group)
@@ -270,8 +272,7 @@ class Run:
         if self.group.rank == 0:
             try:
                 with self._lock(folder):
-                    state = self.state_dict() | draws
-                    checkpoint.write(folder, self.state.step, state, self.about(), rows)
+                    checkpoint.write(folder, self.state.step, self.state_dict() | of_each, self.about(), rows)
             except CheckpointError as error:
                 failure = error
         if rows is not None and not self.group.all(failure is None) and failure is None:

@@ -6,7 +6,9 @@ folder/step-00000123/tensors-rank00001.safetensors    the rows of the second pro
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from hyperkron.algorithms import State
@@ -78,19 +79,25 @@ def write_rows(staging: Path, state: dict[str, Any], group: Group) -> dict[str, 
     }
 
 
-def of_all_ranks(state: dict[str, Any], group: Group) -> dict[str, Any]:
-    """The states of all ranks, by their numbers: where each of them stands in data of its own."""
-    tree, tensors = split(state)
-    text = json.dumps(tree).encode()
-    own = bytearray(len(text).to_bytes(8, "little") + text + save(tensors))
-    table = group.lists(torch.frombuffer(own, dtype=torch.uint8).to(group.device or "cpu", torch.int64))
-    assert table is not None
-    found = {}
-    for rank, row in enumerate(table.cpu()):
-        data = bytes(row[row >= 0].tolist())
-        end = 8 + int.from_bytes(data[:8], "little")
-        found[str(rank)] = join(json.loads(data[8:end]), load(data[end:]).__getitem__)
-    return found
+def of_all_ranks(own: dict[str, Any], group: Group) -> dict[str, dict[str, Any]]:
+    """For the first rank each value of ``own`` as all ranks have it, by their numbers; nothing for the others."""
+    tree, tensors = split(own)
+    kinds = [[name, str(x.dtype).removeprefix("torch."), x.shape] for name, x in tensors.items()]
+    text = torch.frombuffer(bytearray(json.dumps([tree, kinds]).encode()), dtype=torch.uint8)
+    sent = torch.cat([text, *(x.cpu().reshape(-1).view(torch.uint8) for x in tensors.values())])
+    table, none = group.numbers(len(text), len(sent)), sent.new_empty(0, device=group.device)
+    sizes = [int(size) if group.rank == 0 else 0 for _, size in table]
+    found = group.exchange([sent.to(none.device), *[none] * (group.size - 1)], sizes)
+    states = [_unpacked(x.cpu(), int(length)) for x, (length, _) in zip(found, table, strict=True) if len(x)]
+    return {name: {str(rank): x[name] for rank, x in enumerate(states)} for name in own if states}
+
+
+def _unpacked(data: Tensor, length: int) -> Any:
+    """A state from its bytes: so many of a description, then those of its tensors."""
+    tree, kinds = json.loads(ctypes.string_at(data.data_ptr(), length))
+    parts = data[length:].split([math.prod(shape) * getattr(torch, kind).itemsize for _, kind, shape in kinds])
+    named = {n: x.clone().view(getattr(torch, k)).view(s) for x, (n, k, s) in zip(parts, kinds, strict=True)}
+    return join(tree, named.__getitem__)
 
 
 def _file(rank: int) -> str:
@@ -131,14 +138,12 @@ def resharded(saved: dict[str, Any], state: State, group: Group) -> dict[str, An
     """A saved state of a run, with its tensors sharded like those of ``state``."""
     live = {**state.params, **state.hypers, **state.model.state_dict(), **state.hyper.state_dict()}
     own = dict(_placed(saved["state"], {}, group))
-    for name in ("model", "hyper", "trees"):
-        own[name] = _placed(own[name], live, group)
+    own |= {name: _placed(own[name], live, group) for name in ("model", "hyper", "trees")}
     for name in ("inner", "outer"):
-        own[name] = _moments(own[name], getattr(state, name).optimizer)
-    own["twins"] = {
-        name: {"params": _placed(twin["params"], live, group), "mover": _moments(twin["mover"], state.inner.optimizer)}
-        for name, twin in own["twins"].items()
-    }
+        own[name] = _moments(own[name], getattr(state, name).optimizer, group)
+    for name, twin in own["twins"].items():
+        moments = _moments(twin["mover"], state.inner.optimizer, group)
+        own["twins"][name] = {"params": _placed(twin["params"], live, group), "mover": moments}
     if own["hypergradient"].get("start"):
         own["hypergradient"] = {**own["hypergradient"], "start": _placed(own["hypergradient"]["start"], live, group)}
     return {**saved, "state": own}
@@ -150,18 +155,12 @@ def _placed(x: Any, live: Mapping[str, Any], group: Group, name: str = "") -> An
         return type(x)({key: _placed(value, live, group, str(key)) for key, value in x.items()})
     if isinstance(x, Rows):
         return sharded_over(group, x.own, x.shape[0])
-    like = live.get(name)
-    return sharded_like(x, like) if _whole_of(x, like) else x
+    like: Any = live.get(name)
+    whole = is_sharded(like) and isinstance(x, Tensor) and not is_sharded(x) and x.shape == like.shape
+    return sharded_like(x, like) if whole else x
 
 
-def _moments(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _moments(saved: dict[str, Any], optimizer: torch.optim.Optimizer, group: Group) -> dict[str, Any]:
     params = [p for g in optimizer.param_groups for p in g["params"]]
-    memory = {
-        key: {n: sharded_like(x, params[int(key)]) if _whole_of(x, params[int(key)]) else x for n, x in one.items()}
-        for key, one in saved["state"].items()
-    }
-    return {**saved, "state": memory}
-
-
-def _whole_of(x: Any, like: Any) -> bool:
-    return is_sharded(like) and isinstance(x, Tensor) and not is_sharded(x) and x.shape == like.shape
+    own = {key: _placed(one, dict.fromkeys(one, params[int(key)]), group) for key, one in saved["state"].items()}
+    return {**saved, "state": own}
