@@ -96,16 +96,19 @@ def clean(
         own = Own.of(parts, estimator=estimator, probabilities=probabilities, embeddings=embeddings)
         refuse_early(own.parts, config, model)
         folder = RunFolder(out, new=True)
-        about = {
+        begun = {
+            "format": FORMAT,
+            "rules": RULES,
             "source": plain,
             "rows": None if hashes is None else folder.write_hashes(hashes),
             "model": None if model is None else model_name(model),
             "command": command,
             "own": brought,
             "estimator": None if estimator is None else type(estimator).__name__,
+            "config": asdict(config),
+            "data": own.data,
         }
-        begun = {"format": FORMAT, "rules": RULES}
-        folder.write_json("config.json", {**begun, **about, "config": asdict(config), "data": own.data})
+        folder.write_json("config.json", begun)
         given = Given.of(train, parts[0])
         return CleaningRun(
             parts, own, config, folder, model, shown, command, given, config.encoder, on_result, sharing

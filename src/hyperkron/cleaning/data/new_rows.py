@@ -48,13 +48,9 @@ class NewRows:
 
 @dataclass(frozen=True)
 class InputForm:
-    """What new rows must look like, so that a model can be asked about them.
+    """What new rows must look like, so that a model can be asked about them: the same as the training rows.
 
-    Attributes:
-        kind: of the inputs.
-        roles: the columns of the training rows.
-        encoding: of a table.
-        shape: (C, H, W) of pictures.
+    ``encoding`` is that of a table, and ``shape`` the (C, H, W) of pictures.
     """
 
     kind: Kind

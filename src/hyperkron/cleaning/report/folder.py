@@ -72,19 +72,17 @@ class RunContents:
         """What the name of a file with the exported rows may end in."""
         source = self.config.get("source")
         train = source.get("train") if isinstance(source, dict) else None
-        return _suffix(train if isinstance(train, str) else "train.csv")
-
-
-def _suffix(train: str) -> str:
-    if train.startswith("hf:"):
-        return ".parquet"
-    plain = Path(train.removesuffix(".gz")).suffix.lower()
-    if plain in _EXPORTED:
-        return plain
-    if plain.startswith((".xlsx", ".xls")):  # perhaps with a sheet after it
-        return ".csv"
-    weak = {".json": ("train.json",), ".jsonl": ("train.jsonl", "train.jsonl.gz")}
-    return next((end for end, names in weak.items() if any((Path(train) / name).exists() for name in names)), ".npz")
+        if not isinstance(train, str):
+            return ".csv"
+        if train.startswith("hf:"):
+            return ".parquet"
+        plain = Path(train.removesuffix(".gz")).suffix.lower()
+        if plain in _EXPORTED:
+            return plain
+        if plain.startswith(".xls"):  # perhaps with a sheet after it
+            return ".csv"
+        weak = {"train.json": ".json", "train.jsonl": ".jsonl", "train.jsonl.gz": ".jsonl"}
+        return next((end for name, end in weak.items() if (Path(train) / name).exists()), ".npz")
 
 
 def read_run(folder: Path) -> RunContents:
