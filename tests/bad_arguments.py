@@ -201,6 +201,16 @@ row("alternatives of none", lambda g: hk.CleanConfig(compare=None), "compare=Non
 for name in ("seed", "layers"):
     row(f"clean with {name} None", lambda g, n=name: hk.CleanConfig(**{n: None}), f"{name}=None", "whole number ≥ 0")
 
+for make in (hk.training.Accumulated, hk.training.DataParallel):
+    row(f"{make.__name__} of a function", lambda g, m=make: m(inner), "problem is a function", "BilevelProblem(inner")
+row(
+    "inner loop by a word", lambda g: hk.InnerLoop(g.problem, g.model, g.hyper, "sgd"), "optimizer='sgd' is not a torch"
+)
+row("range from a text", lambda g: hk.sweeps.Range("0", 1), "low='0'", "low < high is needed")
+row("range to nothing", lambda g: hk.sweeps.Range(0, None), "high=None", "low < high is needed")
+row("sweep of no function", lambda g: hk.sweeps.sweep(3, {}), "function=3 is not callable", "takes a trial")
+row("sweep with a text as seed", lambda g: hk.sweeps.sweep(len, {}, seed="1"), "seed='1'", "whole number ≥ 0")
+
 # Combinations
 
 row("curvature none", lambda g: hk.Implicit(None, hk.solvers.Direct()), "curvature", "None", "KFAC")

@@ -76,11 +76,10 @@ class SampleWeights(nn.Module):
             )
         start = 0.5 if init is None else init
         check_interval("init", start, 0, 1, remedy="it is the weight of every example at first")
-        start = float(start)
-        raw = {"clip": start, "softmax": 0.0}.get(squash)
+        raw = {"clip": float(start), "softmax": 0.0}.get(squash)
         if raw is None:
             check_interval("init", start, 0, 1, brackets="()", remedy="a sigmoid lies strictly between 0 and 1")
-            raw = float(torch.logit(torch.tensor(start, dtype=torch.float64, device="cpu")))
+            raw = float(torch.logit(torch.tensor(float(start), dtype=torch.float64, device="cpu")))
         if not isinstance(group, Group | None):
             raise HyperkronError(f"group={group!r:.60} is not a group of processes; pass DataParallel(problem).group.")
         if group is not None and squash == "softmax":

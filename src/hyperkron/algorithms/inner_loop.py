@@ -65,8 +65,8 @@ class InnerLoop:
         if autocast not in (None, torch.bfloat16, torch.float16):
             raise HyperkronError(f"autocast={autocast!r} must be torch.bfloat16, torch.float16 or None.")
         if not isinstance(optimizer, LevelOptimizer):
-            own = optimizer.optimizer if isinstance(optimizer, Updates) else optimizer
-            params = [p for group in own.param_groups for p in group["params"]]
+            optimizer = optimizer if isinstance(optimizer, Updates) else Updates(optimizer)
+            params = [p for group in optimizer.optimizer.param_groups for p in group["params"]]
             hypers = {} if hyper is None else {id(p): name for name, p in hyper.named_parameters()}
             if name := next((hypers[id(p)] for p in params if p.requires_grad and id(p) in hypers), ""):
                 raise HyperkronError(

@@ -86,7 +86,7 @@ def _looked_at(point: Point, level: Level, batch: Any, examples: int) -> _Looked
     rounding = HALF_ROUNDING if coarse else min(100 * torch.finfo(point.dtype).eps, HALF_ROUNDING)
     largest = max((float(term.output.detach().abs().max()) for term in loss.terms), default=1.0)
     value = float(without_penalties(loss).detach())
-    return _Looked(value, rows(loss.terms, examples), point.drawn_anywhere(), near, rounding * largest)
+    return _Looked(value, rows(loss.terms, examples), point.drawn(anywhere=True), near, rounding * largest)
 
 
 def check_processes(params: Tree) -> None:

@@ -271,13 +271,9 @@ class Point:
         """Whether an evaluation on a GPU has drawn random numbers on the CPU, which a recording would repeat."""
         return self._snapshot is not None and self._snapshot.drew_on_host
 
-    def drawn(self) -> bool:
-        """Whether the last evaluation drew random numbers from torch, as dropout does."""
-        return self._snapshot is not None and self._snapshot.drawn()
-
-    def drawn_anywhere(self) -> bool:
-        """The same, from torch, numpy or Python."""
-        return self.drawn() or (self._snapshot is not None and self._snapshot.drawn_elsewhere())
+    def drawn(self, anywhere: bool = False) -> bool:
+        """Whether the last evaluation drew random numbers from torch, as dropout does, or ``anywhere``."""
+        return self._snapshot is not None and self._snapshot.drawn(anywhere)
 
     @contextmanager
     def moved(self, displaced: Tree) -> Iterator[None]:

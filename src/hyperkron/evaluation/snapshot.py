@@ -74,14 +74,12 @@ class Snapshot:
             for name, buffer in own.items():
                 module._buffers[name] = fresh.get(id(buffer), buffer)
 
-    def drawn(self) -> bool:
-        """Whether the last evaluation drew random numbers from torch."""
+    def drawn(self, anywhere: bool = False) -> bool:
+        """Whether the last evaluation drew random numbers from torch; ``anywhere``: or from Python or numpy."""
         moved = not torch.equal(torch.get_rng_state(), self.cpu)
-        return moved or (self.cuda is not None and not torch.equal(torch.cuda.get_rng_state(self.device), self.cuda))
-
-    def drawn_elsewhere(self) -> bool:
-        """Whether it drew some from Python's or numpy's own generators."""
-        return random.getstate() != self.random or (self.numpy is not None and self.numpy.moved())
+        moved |= self.cuda is not None and not torch.equal(torch.cuda.get_rng_state(self.device), self.cuda)
+        elsewhere = anywhere and (random.getstate() != self.random or (self.numpy is not None and self.numpy.moved()))
+        return moved or elsewhere
 
     def restore(self) -> None:
         """Restore everything, when the ``with`` block of the point ends."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hyperkron.solution import HyperkronError
+from hyperkron.validation import check_interval
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,9 @@ class Range:
     log: bool = False
 
     def __post_init__(self) -> None:
-        if not (-float("inf") if not self.log else 0) < self.low < self.high < float("inf"):
-            raise HyperkronError(f"{self} must have low < high, both finite, and with log=True positive.")
+        least, most = 0 if self.log else -float("inf"), float("inf")
+        check_interval("low", self.low, least, most, brackets="()", remedy="low < high is needed, both finite")
+        check_interval("high", self.high, self.low, most, brackets="()", remedy="low < high is needed, both finite")
 
 
 Space = Mapping[str, Range | Sequence[Any]]

@@ -15,7 +15,7 @@ from hyperkron.sweeps.queue import TrialQueue
 from hyperkron.sweeps.result import SweepResult, result_of
 from hyperkron.sweeps.space import Space
 from hyperkron.training import Evaluate, Run
-from hyperkron.validation import check_one_of, check_whole
+from hyperkron.validation import check_callable, check_one_of, check_whole
 
 DIVERGENCE = (HyperkronError, ArithmeticError, torch.OutOfMemoryError, torch.linalg.LinAlgError)
 """Errors that come from settings: the trial has failed, and the sweep continues."""
@@ -117,8 +117,14 @@ def sweep(
 
     Reference: Akiba et al., Optuna: A next-generation hyperparameter optimization framework, KDD 2019.
     """
-    for name, value, least in (("trials", trials, 1), ("retries", retries, 0), ("heartbeat", heartbeat, 1)):
+    for name, value, least in (
+        ("trials", trials, 1),
+        ("retries", retries, 0),
+        ("heartbeat", heartbeat, 1),
+        ("seed", seed, 0),
+    ):
         check_whole(name, value, least)
+    check_callable("function", function, "pass a function that takes a trial and returns a number")
     queue = TrialQueue(storage, study, space, maximize, retries, heartbeat)
     with tqdm(total=trials, disable=not progress, unit="trial", dynamic_ncols=True) as bar:
         while True:

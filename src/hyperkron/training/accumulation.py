@@ -22,7 +22,7 @@ from hyperkron.evaluation.point import Level
 from hyperkron.kernels.checkpoints import differentiable_checkpoints
 from hyperkron.kernels.selection import WithoutAutocast, twice_differentiable
 from hyperkron.losses import Loss, as_loss
-from hyperkron.problem import BilevelProblem, Both, Objective, rows, shares
+from hyperkron.problem import BilevelProblem, Both, Objective, check_problem, rows, shares
 from hyperkron.sharding import is_sharded
 from hyperkron.solution import HyperkronError
 from hyperkron.training.randomness import random_state, same_random_state, set_random_state
@@ -56,6 +56,7 @@ class Accumulated(BilevelProblem):
     """
 
     def __init__(self, problem: BilevelProblem, micro_batch: int | None = None) -> None:
+        check_problem(problem)
         if isinstance(problem, Accumulated):
             problem = problem.whole
         if problem.group.size > 1:
@@ -108,7 +109,11 @@ class _Pieces:
         parts = split(batch, self.size.value)
         if len(parts) == 1:
             return self.function(model, hyper, batch)
-        _refuse_batch_norm(model)
+        if found := batch_norms(model):
+            raise HyperkronError(
+                f"BatchNorm ({found[0]}) in training mode computes other statistics on micro-batches than on the whole "
+                "batch; use eval() for it, GroupNorm or LayerNorm instead, or smaller batches."
+            )
         some = split(batch, max(2, length(parts[0])))[0]
         check_is_mean(self.level, self.function, model, hyper, some, self.size.means)
         work = _Work(self.function, model, hyper, parts)
@@ -285,14 +290,6 @@ def batch_norms(model: nn.Module) -> list[str]:
     """The BatchNorm layers in training mode, which mix the examples of a batch."""
     kinds = nn.modules.batchnorm._BatchNorm
     return [name for name, module in model.named_modules() if isinstance(module, kinds) and module.training]
-
-
-def _refuse_batch_norm(model: nn.Module) -> None:
-    if found := batch_norms(model):
-        raise HyperkronError(
-            f"BatchNorm ({found[0]}) in training mode computes other statistics on micro-batches than on the whole "
-            "batch; use eval() for it, GroupNorm or LayerNorm instead, or smaller batches."
-        )
 
 
 def check_is_mean(

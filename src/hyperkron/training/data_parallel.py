@@ -26,7 +26,7 @@ from hyperkron.evaluation.point import Level
 from hyperkron.evaluation.sharded import check, gathering, reshard, units
 from hyperkron.kernels.checkpoints import differentiable_checkpoints
 from hyperkron.losses import BatchPlace, Loss, as_loss
-from hyperkron.problem import BilevelProblem, Both, Objective
+from hyperkron.problem import BilevelProblem, Both, Objective, check_problem
 from hyperkron.sharding import is_sharded
 from hyperkron.solution import HyperkronError, warn_once
 from hyperkron.training.accumulation import Accumulated, batch_norms, check_is_mean, length
@@ -62,6 +62,7 @@ class DataParallel(BilevelProblem):
     """
 
     def __init__(self, problem: BilevelProblem, group: dist.ProcessGroup | None = None, *, divide: bool = True) -> None:
+        check_problem(problem)
         if isinstance(problem, (Accumulated, DataParallel)):
             raise HyperkronError(
                 f"problem is a {type(problem).__name__}, whose batches are divided already; pass the BilevelProblem "
