@@ -167,14 +167,6 @@ def test_a_does_not_depend_on_how_a_batch_is_divided(weights: list[float]) -> No
     same_factors(measured_parts(model, given, 1, y, x), measured_parts(model, given, None, y, x))
 
 
-def test_tokens_of_weight_zero_count_in_a() -> None:
-    torch.manual_seed(0)
-    model, x, y = Causal().double(), torch.randn(2, 5, 4, dtype=DOUBLE), torch.randint(3, (2, 5))
-    y[:, 3:] = PADDING
-    none, few = (measured_parts(model, torch.tensor([w, 1.0], dtype=DOUBLE), None, y, x) for w in (0.0, 1e-20))
-    same_factors(none, few)
-
-
 @pytest.mark.parametrize("predictions", [3, 5])
 def test_masked_labels_of_pooled_tokens_mask_no_tokens(predictions: int) -> None:
     """Several predictions are made from the first of five tokens; A counts the others, too, as without masks."""

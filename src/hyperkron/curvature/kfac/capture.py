@@ -9,7 +9,6 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +25,7 @@ from hyperkron.curvature.kfac.measured import Measured, Measurement
 from hyperkron.curvature.kfac.penalty import column_scales
 from hyperkron.curvature.kfac.recorder import Recorder
 from hyperkron.evaluation.point import Point
-from hyperkron.losses import DRAWN, BatchPlace, Loss, Term
+from hyperkron.losses import DRAWN, BatchPlace, Loss
 from hyperkron.problem import rows, shares
 from hyperkron.solution import HyperkronError, warn_once
 
@@ -47,8 +46,6 @@ def measure(point: Point, plan: Plan, how: Measurement) -> Measured:
         recorder.measured.l2 = l2 = l2_curvature(loss, point.params)
         recorder.measured.scales = {} if how.damping is None else column_scales(plan, l2, how.damping, like)
         size = recorder.batch_size * point.problem.group.size
-        if any(call.masked for call in recorder.waiting):
-            loss = replace(loss, terms=tuple(map(_reaching, loss.terms)))
         vectors = _vectors(loss, size, how)
         place = loss.terms[0].place if loss.terms else None  # of these examples in the whole batch
         signed, unbatched = None, False
@@ -274,14 +271,6 @@ class _Merged:
         for sums in summed:
             sums.update({name: scaled(value, 1.0 / total) for name, value in sums.items()})
         return whole
-
-
-def _reaching(term: Term) -> Term:
-    """The term with a tiny weight in place of zero, so that a gradient reaches these tokens, which count in A as others
-    do. It is too small to change B."""
-    w = term.coefficients
-    zero = w == 0 if term.valid is None else term.valid & (w == 0)
-    return replace(term, coefficients=w.masked_fill(zero, torch.finfo(w.dtype).tiny ** 0.8))
 
 
 def _vectors(loss: Loss, batch_size: int, how: Measurement) -> Iterable[tuple[Tensor, Tensor]]:
