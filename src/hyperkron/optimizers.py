@@ -348,10 +348,7 @@ class LevelOptimizer:
         """
         points: Tree = {name: nn.Parameter(p.detach().clone()) for name, p in self.params.items()}
         of = {id(p): points[name] for name, p in self.params.items()}
-        groups = [
-            {**group, "params": [of[id(p)] for p in group["params"] if id(p) in of]}
-            for group in self.optimizer.param_groups
-        ]
+        groups = [{**g, "params": [of[id(p)] for p in g["params"] if id(p) in of]} for g in self.optimizer.param_groups]
         kind = type(self.optimizer)
         known = inspect.signature(kind).parameters
         settings = {key: value for key, value in self.optimizer.defaults.items() if key in known}
@@ -385,8 +382,9 @@ class LevelOptimizer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a :meth:`state_dict`."""
         memory = {int(key): copies(value) for key, value in state["state"].items()}
+        known = [name for name in self.optimizer.defaults if name in self.optimizer.param_groups[0]]  # loading adds
         self.optimizer.load_state_dict({"state": memory, "param_groups": list(state["groups"].values())})
-        if lacking := [name for name in self.optimizer.defaults if name not in self.optimizer.param_groups[0]]:
+        if lacking := [name for name in known if name not in self.optimizer.param_groups[0]]:
             raise HyperkronError(f"the saved optimizer has no {first_of(lacking)}; use an optimizer of its kind.")
         for key, loaded in self.optimizer.state_dict()["state"].items():  # torch casts to the dtype of the parameter
             for name, x in memory.get(key, {}).items():
