@@ -100,13 +100,14 @@ class Calls:
         self._ends.clear()
 
 
-def unmasked_examples(masks: list[Tensor], rows: int, like: Tensor) -> Tensor:
-    """Whether the masks for this many rows leave out no row of an example, for every example, to broadcast to ``like``,
-    which has a number for every token; of all examples together where it is not known which rows are whose."""
-    masks, n = [mask for mask in masks if mask.numel() == rows], len(like)
-    found = like.new_full((1,), bool(masks))
+def unmasked_examples(masks: list[Tensor], like: Tensor) -> Tensor:
+    """Of which examples the masks leave out no row, to broadcast to ``like``, which has a number for every token.
+
+    Where it is not known which rows are whose, it is asked of all examples together.
+    """
+    found, n = like.new_ones(1), len(like)
     for mask in masks:
-        apart = rows % n == 0 and (mask.dim() == 1 or len(mask) == n)
+        apart = mask.numel() % n == 0 and (mask.dim() == 1 or len(mask) == n)
         found = found & mask.reshape(n if apart else 1, -1).all(1)
     return found.reshape(-1, *[1] * (like.dim() - 1))
 

@@ -7,6 +7,7 @@ among processes, contributions are sent to the owner of the layer as soon as the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -88,7 +89,7 @@ class Recorder:
         self._diagonals = Diagonals(found.diagonal, self.dtype)
         self.waiting: list[_Call] = []
         self.inputs = InputGrams(self.dtype, how.low_rank, one_at_a_time=how.owners is not None)
-        self._masks: list[Tensor] = []  # which tokens the loss does not mask, where it has a row for each
+        self._masks: list[tuple[int, Tensor]] = []  # of losses over tokens: of how many, and which count
         self._assumed_unmasked: Tensor | None = None  # whether it masks none, if that was assumed without reading it
         self.calls: dict[str, int] = {}  # by block
         self._last = False  # whether this backward pass is the last one
@@ -186,26 +187,23 @@ class Recorder:
     def after_forward(self, loss: Loss, readable: bool = True) -> None:
         """Called after the forward pass: decide which rows of layers over tokens count in A.
 
-        If the loss has rows for other tokens, as ``logits[:, :-1]``, A counts those that a gradient reaches, which is
-        known only after the backward passes. If it has a row for every token, A also counts all tokens of examples that
-        are not masked. If none is masked, layers with the same input share a sum. To find out waits for the GPU. If it
-        is not ``readable`` (in a recording), :attr:`Measurement.unmasked` is assumed, and factors are nan if the
-        assumption is wrong.
+        If the loss has rows for tokens (or for some, as ``logits[:, :-1]``) and masks some of an example, A counts the
+        tokens of this example that a gradient reaches, which is known only after the backward passes. If no token is
+        masked, layers with the same input share a sum. To find out waits for the GPU. If it is not ``readable`` (in a
+        recording), :attr:`Measurement.unmasked` is assumed, and factors are nan if the assumption is wrong.
         """
         calls, self.waiting = self.waiting, []
         over = {call: len(call.x) for call in calls if call.masked and call.x is not None}
-        terms = [(t.row_losses.numel(), t) for t in loss.terms]
-        found = [min(n, self.layers.rows_behind(t.output)) for n, t in terms if n > min(over.values(), default=n)]
-        self._masks = [t.valid for t in loss.terms if t.valid is not None]
-        masked, others = {mask.numel() for mask in self._masks}, {n for n, t in terms if t.valid is None}
-        concerned = {c for c, examples in over.items() if max(found, default=0) > examples and c.rows not in others}
-        every = [call for call in concerned if call.rows in masked]
-        if every:
-            unmasked = torch.stack([mask.all() for mask in self._masks]).all()
+        fewest = min(over.values(), default=math.inf)
+        terms = [(t.valid, t.output) for t in loss.terms if t.valid is not None and t.valid.numel() > fewest]
+        self._masks = [(min(mask.numel(), self.layers.rows_behind(output)), mask) for mask, output in terms]
+        concerned = {call for call, examples in over.items() if any(rows > examples for rows, _ in self._masks)}
+        if concerned:
+            unmasked = torch.stack([mask.all() for _, mask in self._masks]).all()
             self.measured.unmasked = bool(unmasked) if readable else self.how.unmasked
             self._assumed_unmasked = None if readable or not self.how.unmasked else unmasked
             if self.measured.unmasked:
-                for call in every:  # they still wait: autograd keeps their inputs, and A is larger
+                for call in concerned:  # they still wait: autograd keeps their inputs, and A is larger
                     call.masked = False
         for call in calls:
             if call.masked and call not in concerned:
@@ -364,7 +362,8 @@ class Recorder:
                 count: int | Tensor
                 if call.masked:
                     assert call.reached is not None
-                    counted = call.reached | unmasked_examples(self._masks, call.rows, call.reached)
+                    masks = [mask for rows, mask in self._masks if rows > len(x)]
+                    counted = call.reached | unmasked_examples(masks, call.reached)
                     total, count = masked_gram(block, x.detach(), counted, sharing, self.dtype, self.how.low_rank)
                 else:
                     total, count = self.inputs.gram(block, x, call.rows, sharing)
