@@ -6,7 +6,6 @@ folder/step-00000123/tensors-rank00001.safetensors    the rows of the second pro
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import math
 import re
@@ -94,7 +93,7 @@ def of_all_ranks(own: dict[str, Any], group: Group) -> dict[str, dict[str, Any]]
 
 def _unpacked(data: Tensor, length: int) -> Any:
     """A state from its bytes: so many of a description, then those of its tensors."""
-    tree, kinds = json.loads(ctypes.string_at(data.data_ptr(), length))
+    tree, kinds = json.loads(bytes(data[:length].tolist()))
     parts = data[length:].split([math.prod(shape) * getattr(torch, kind).itemsize for _, kind, shape in kinds])
     named = {n: x.clone().view(getattr(torch, k)).view(s) for x, (n, k, s) in zip(parts, kinds, strict=True)}
     return join(tree, named.__getitem__)
