@@ -146,7 +146,7 @@ for value in (0.0, -1e-3, NAN, INF, "1"):
         f"radius={value!r}",
         "positive",
     )
-    row(f"alpha {value!r}", lambda g, v=value: hk.sama(alpha=v), f"={value!r}", "positive")
+    row(f"alpha {value!r}", lambda g, v=value: hk.sama(alpha=v), f"alpha={value!r}", "positive")
 for value in (0.0, -1.0, NAN, INF, "1"):
     row(f"scale {value!r}", lambda g, v=value: hk.identity(v), f"scale={value!r}", "positive")
 row("CG iterations", lambda g: hk.cg(0), "iterations=0", "whole number ≥ 1")
@@ -403,3 +403,10 @@ row(
     "model is a function, not a torch.nn.Module",
     "pass the network itself",
 )
+for name, value in (("label_smoothing", None), ("label_smoothing", 1.5), ("ignore_index", None), ("ignore_index", 1.5)):
+    row(
+        f"{name} {value!r}",
+        lambda g, n=name, v=value: hk.losses.cross_entropy(g.model(g.x), g.y, **{n: v}),
+        f"{name}={value!r}",
+        "must be a",
+    )

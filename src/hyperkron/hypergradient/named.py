@@ -13,6 +13,7 @@ from hyperkron.hypergradient.implicit import Graph, Implicit
 from hyperkron.losses import Fisher
 from hyperkron.solution import HyperkronError
 from hyperkron.solvers import CG, Direct, GradientDescent, Neumann
+from hyperkron.validation import check_positive
 
 
 def kfac(
@@ -284,5 +285,6 @@ def sama(optimizer: torch.optim.Optimizer | None = None, *, alpha: float = 0.1, 
     """
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise HyperkronError(f"optimizer={optimizer!r} is not a torch.optim.Optimizer; pass the inner one, or None.")
+    check_positive("alpha", alpha)
     curvature = IdentityCurvature() if optimizer is None else AdamDiagonal(optimizer)
     return Implicit(curvature, Direct(), cross="difference", radius=alpha, graph=graph)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from hyperkron.losses._checks import answers_at_once, check_companion, check_out
 from hyperkron.losses.base import Loss, Term
 from hyperkron.losses.label_draws import SEEDS, drawn_classes
 from hyperkron.solution import HyperkronError
+from hyperkron.validation import check_interval
 
 PIECE = 2**24
 """Of more logits than this, as of a large vocabulary, probabilities are made a few rows at a time, and not kept."""
@@ -61,8 +63,9 @@ def cross_entropy(
             f"output has shape {tuple(output.shape)} but logits need (N, ..., C); use output.unsqueeze(0) "
             "for one example, or binary_cross_entropy for one logit per example."
         )
-    if not 0 <= label_smoothing <= 1:
-        raise HyperkronError(f"label_smoothing={label_smoothing!r} is outside [0, 1].")
+    check_interval("label_smoothing", label_smoothing, 0, 1)
+    if not isinstance(ignore_index, Integral):
+        raise HyperkronError(f"ignore_index={ignore_index!r} must be a whole number, the class of rows to skip.")
     target = check_companion(target, output, "target")
     weights = row_weights(weight, output, output.shape[:-1], work)
     logp = torch.log_softmax(output.to(work), -1)
