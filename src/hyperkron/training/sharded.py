@@ -92,7 +92,7 @@ def of_all_ranks(own: dict[str, Any], group: Group) -> dict[str, dict[str, Any]]
 
 
 def _unpacked(data: Tensor, length: int) -> Any:
-    """A state from its bytes: so many of a description, then those of its tensors."""
+    """A state from its bytes: a description of this length, and its tensors after one another."""
     tree, kinds = json.loads(bytes(data[:length].tolist()))
     parts = data[length:].split([math.prod(shape) * getattr(torch, kind).itemsize for _, kind, shape in kinds])
     named = {n: x.clone().view(getattr(torch, k)).view(s) for x, (n, k, s) in zip(parts, kinds, strict=True)}
