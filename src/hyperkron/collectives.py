@@ -12,6 +12,8 @@ tensors of a stage at once, in one piece of memory.
 
 from __future__ import annotations
 
+import json
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from hyperkron.sharding import local, own_rows
@@ -245,6 +248,22 @@ class Group:
             dist.all_to_all_single(found, given, list(sizes), [len(x) for x in sent], group=self.handle)
         return list(found.split(list(sizes)))
 
+    def of_all(self, own: dict[str, Any]) -> list[dict[str, Any]]:
+        """For the first rank the nested dictionaries of all ranks, nothing for the others.
+
+        They hold tensors, which keep every bit and their memory layout, and what JSON holds.
+        """
+        leaves = list(_leaves(own)) if self.rank else []
+        tensors = [x.detach() for _, x in leaves if isinstance(x, Tensor)]
+        kinds = [(path, *((_layout(x), None) if isinstance(x, Tensor) else (None, x))) for path, x in leaves]
+        text = _bytes(torch.frombuffer(bytearray(json.dumps(kinds).encode()), dtype=torch.uint8), fill=b" "[0])
+        sent = torch.cat([x.to(self.device or "cpu") for x in (text, *map(_bytes, tensors))])
+        table = self.numbers(len(text), len(sent))
+        sizes = [0 if self.rank else int(size) for _, size in table]
+        found = self.exchange([sent, *[sent[:0]] * (self.size - 1)], sizes)
+        others = zip(found[1:], table[1:], strict=True)
+        return [] if self.rank else [own, *(_unpacked(x, int(length)) for x, (length, _) in others)]
+
 
 ONE_PROCESS = Group()
 """The group of a problem that is not data parallel."""
@@ -340,3 +359,35 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
 def _apart(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     parts = flat.split([x.numel() for x in like])
     return [part.reshape(x.shape).to(x.dtype) for part, x in zip(parts, like, strict=True)]
+
+
+def _leaves(tree: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for key, x in tree.items():
+        if isinstance(x, dict) and x:
+            yield from _leaves(x, (*path, key))
+        else:
+            yield (*path, key), x
+
+
+def _layout(x: Tensor) -> tuple[Any, ...]:
+    """Dtype, shape, strides without gaps, and kind of device."""
+    return str(x.dtype).removeprefix("torch."), x.shape, torch.empty_like(x, device="meta").stride(), x.device.type
+
+
+def _bytes(x: Tensor, fill: int = 0) -> Tensor:
+    """The bytes of a tensor, filled up to a multiple of 16, so that one of any dtype can follow."""
+    data = torch.empty_like(x).copy_(x).as_strided((x.numel(),), (1,)).view(torch.uint8)  # the copy has no gaps
+    return F.pad(data, (0, -len(data) % 16), value=fill)
+
+
+def _unpacked(data: Tensor, length: int) -> dict[str, Any]:
+    """The dictionary from its bytes: those of a description, then those of its tensors."""
+    tree: dict[str, Any] = {}
+    for (*path, last), layout, x in json.loads(bytes(data[:length].tolist())):
+        if layout is not None:
+            name, shape, stride, device = layout
+            size = math.prod(shape) * getattr(torch, name).itemsize
+            x = data[length : length + size].view(getattr(torch, name)).to(device).as_strided(shape, stride)
+            length += -(-size // 16) * 16
+        reduce(lambda at, key: at.setdefault(key, {}), path, tree)[last] = x
+    return tree

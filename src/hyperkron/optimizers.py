@@ -382,7 +382,7 @@ class LevelOptimizer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a :meth:`state_dict`."""
         memory = {int(key): copies(value) for key, value in state["state"].items()}
-        known = [name for name in self.optimizer.defaults if name in self.optimizer.param_groups[0]]  # loading adds
+        known = [n for n in self.optimizer.defaults if n in self.optimizer.param_groups[0]]  # loading may add defaults
         self.optimizer.load_state_dict({"state": memory, "param_groups": list(state["groups"].values())})
         if lacking := [name for name in known if name not in self.optimizer.param_groups[0]]:
             raise HyperkronError(f"the saved optimizer has no {first_of(lacking)}; use an optimizer of its kind.")

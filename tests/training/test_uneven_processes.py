@@ -14,6 +14,7 @@ from torch import nn
 
 import hyperkron as hk
 import parallel_runs
+from hyperkron.training.encoding import split
 
 
 def _inner(model: nn.Module, weights: nn.Module, batch: Any) -> torch.Tensor:
@@ -74,6 +75,31 @@ def continued(rank: int, folder: Path) -> None:
     (folder / f"continued {rank}").write_text(str(torch.equal(ends[0], ends[2])))
 
 
+def kept_curvature(rank: int, folder: Path) -> None:
+    """Writes down which tensors and statistics of a run that keeps its curvature differ after it was continued."""
+    rows = torch.randn(10, 9), torch.arange(10) % 3, torch.arange(10)
+    problem, differ = hk.training.DataParallel(hk.BilevelProblem(_inner, _outer), divide=False), []
+    for i, kept in enumerate(({"refresh_every": 3}, {"refresh_every": 3, "split": "exact"}, {"basis_every": 3})):
+        method = (hk.ekfac if i == 2 else hk.kfac)(0.1, fisher="empirical", ema=0.5, **kept)
+        ends: list[dict[str, Any]] = []
+        for steps, saved in ((3, "whole"), (2, "run"), (3, "run")):
+            torch.manual_seed(0)
+            weights, layers = hk.SampleWeights(10), [nn.Sequential(nn.Linear(9, 9), nn.Tanh()) for _ in range(5)]
+            data = [hk.algorithms.Examples(*rows, batch_size=size, seed=rank) for size in (4, 5)]
+            path, algorithm = folder / f"{i} {saved}", hk.AID(method.fresh(), 2)
+            run = hk.fit(problem, nn.Sequential(*layers), weights, algorithm, *data, steps=steps, resume=path)
+            run.save(path)
+            ends.append(split(run.state.state_dict())[1] | {"statistic": run.history[-1]["curvature_strategy"]})
+        alike = {name for name, x in ends[0].items() if name in ends[2] and same(x, ends[2][name])}
+        differ += [f"{i} {name}" for name in (ends[0].keys() | ends[2].keys()) - alike]
+    (folder / f"kept {rank}").write_text("\n".join(differ))
+
+
+def same(x: Any, y: Any) -> bool:
+    """Whether two values are the same, tensors in bits and layout."""
+    return x.stride() == y.stride() and torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
+
+
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two")
@@ -85,7 +111,8 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Path:
     code = (
         "import sys; from pathlib import Path; import torch, parallel_runs, test_uneven_processes as test\n"
         "torch.set_num_threads(1); folder = Path(sys.argv[1])\n"
-        "def checks(rank): test.continued(rank, folder); test.wrong_data(rank, folder)\n"
+        "def checks(rank):\n"
+        "    for check in (test.continued, test.kept_curvature, test.wrong_data): check(rank, folder)\n"
         "started = parallel_runs.started(2, checks, folder)\n"
         "sys.exit(any(parallel_runs.exit_codes(started)))"
     )
@@ -97,6 +124,11 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_each_process_continues_with_its_own_batches_and_random_numbers(said: Path) -> None:
     """All continued with those of the first one."""
     assert [(said / f"continued {rank}").read_text() for rank in range(2)] == ["True", "True"]
+
+
+def test_curvature_that_is_kept_continues_bit_for_bit(said: Path) -> None:
+    """The matrices of damped factors were saved, and factorised again."""
+    assert [(said / f"kept {rank}").read_text() for rank in range(2)] == ["", ""]
 
 
 @pytest.mark.parametrize("case", range(4))

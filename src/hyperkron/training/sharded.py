@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -81,22 +80,9 @@ def write_rows(staging: Path, state: dict[str, Any], group: Group) -> dict[str, 
 def of_all_ranks(own: dict[str, Any], group: Group) -> dict[str, dict[str, Any]]:
     """For the first rank each value of ``own`` as all ranks have it, by their numbers; nothing for the others."""
     tree, tensors = split(own)
-    kinds = [[name, str(x.dtype).removeprefix("torch."), x.shape] for name, x in tensors.items()]
-    text = torch.frombuffer(bytearray(json.dumps([tree, kinds]).encode()), dtype=torch.uint8)
-    sent = torch.cat([text, *(x.cpu().reshape(-1).view(torch.uint8) for x in tensors.values())])
-    table, none = group.numbers(len(text), len(sent)), sent.new_empty(0, device=group.device)
-    sizes = [int(size) if group.rank == 0 else 0 for _, size in table]
-    found = group.exchange([sent.to(none.device), *[none] * (group.size - 1)], sizes)
-    states = [_unpacked(x.cpu(), int(length)) for x, (length, _) in zip(found, table, strict=True) if len(x)]
+    found = group.of_all({"tree": json.dumps(tree), "tensors": tensors})
+    states = [join(json.loads(x["tree"]), x["tensors"].__getitem__) for x in found]
     return {name: {str(rank): x[name] for rank, x in enumerate(states)} for name in own if states}
-
-
-def _unpacked(data: Tensor, length: int) -> Any:
-    """A state from its bytes: a description of this length, and its tensors after one another."""
-    tree, kinds = json.loads(bytes(data[:length].tolist()))
-    parts = data[length:].split([math.prod(shape) * getattr(torch, kind).itemsize for _, kind, shape in kinds])
-    named = {n: x.clone().view(getattr(torch, k)).view(s) for x, (n, k, s) in zip(parts, kinds, strict=True)}
-    return join(tree, named.__getitem__)
 
 
 def _file(rank: int) -> str:

@@ -291,17 +291,9 @@ class FactoredInverses:
         return {name: x for c, matrices in pairs for name, x in zip(c.names, matrices, strict=True)}
 
     def only(self, names: Collection[str]) -> FactoredInverses:
-        """Those of some of the blocks."""
-        return FactoredInverses(tuple(x for c in self.classes for name, x in c.parts().items() if name in names))
-
-    def damped(self, like: Matrices) -> dict[str, tuple[Tensor, Tensor]]:
-        """A + δ_A I and B + δ_B I of every block, for blocks with matrices (groups, d_out, d_in [+1]) like ``like``."""
-        found = {}
-        for name, one in ((name, x) for c in self.classes for name, x in c.parts().items()):
-            groups, b, a = like[name].shape
-            eyes = [torch.eye(n, dtype=like[name].dtype, device=like[name].device).repeat(groups, 1, 1) for n in (a, b)]
-            found[name] = (one.a.times(eyes[0]), one.b.times(eyes[1]))
-        return found
+        """Those of some of the blocks; the others of a class stay stacked."""
+        parts = ({"": c} if set(c.names) <= set(names) else c.parts() for c in self.classes)
+        return FactoredInverses(tuple(c for one in parts for c in one.values() if set(c.names) <= set(names)))
 
     def strategies(self) -> str:
         """How many factors are inverted as matrices and how many through their rows, such as ``"3 primal, 1 dual"``."""

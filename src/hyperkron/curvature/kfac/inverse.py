@@ -61,6 +61,14 @@ def load_inverses(state: dict[str, Any]) -> BlockInverses:
     return load_factored(state)
 
 
+def all_inverses(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The state of the inverses of all processes from that of each."""
+    part = "blocks" if states[0]["kind"] == "eigen" else "classes"
+    found = [item for state in states for item in state[part].items()]
+    names = [name if part == "blocks" else str(i) for i, (name, _) in enumerate(found)]
+    return {**states[0], part: dict(zip(names, (x for _, x in found), strict=True))}
+
+
 def split_damping(mean_a: Tensor, mean_b: Tensor, damping: Tensor, split: str) -> tuple[Tensor, Tensor]:
     """(δ_A, δ_B) of blocks whose factors have the mean eigenvalues ``mean_a`` and ``mean_b``."""
     root = damping.sqrt()

@@ -14,7 +14,7 @@ from hyperkron.curvature.base import CurvatureState, Eigenbasis, Invertible
 from hyperkron.curvature.kfac.coverage import Block, Coverage, Fallback, Plan, plan
 from hyperkron.curvature.kfac.eigen import EigenInverses
 from hyperkron.curvature.kfac.factors import Matrices
-from hyperkron.curvature.kfac.inverse import BlockInverses, load_inverses
+from hyperkron.curvature.kfac.inverse import BlockInverses, all_inverses, load_inverses
 from hyperkron.curvature.kfac.layers import LayerOf
 from hyperkron.curvature.kfac.measured import Measured
 from hyperkron.curvature.kfac.owners import Owners
@@ -69,7 +69,6 @@ class KroneckerState(CurvatureState):
         self.part = ""  # which part of the blocks this process has, such as "0 of 2"; "" for all
         self._reused = False  # whether later calls need them
         self._collected: dict[str, Any] | None = None
-        self._like = torch.zeros((), device="cpu")  # a factor's dtype and device
         self._planned: tuple[nn.Module, list[Tensor], Plan] | None = None
 
     def stats(self) -> dict[str, float | int | str]:
@@ -93,7 +92,6 @@ class KroneckerState(CurvatureState):
     def divide(self, plan: Plan, point: Point, reused: bool) -> None:
         """Keep only the factors and inverses of this process; ``reused`` tells whether later calls use them."""
         group, self._reused = point.problem.group, reused
-        self._like = torch.empty((), device=point.device, dtype=torch.promote_types(point.dtype, torch.float32))
         if group.size == 1:
             self.owners = None
         elif self.owners is None or self.owners.blocks is not plan.blocks or self.owners.group is not group:
@@ -112,7 +110,9 @@ class KroneckerState(CurvatureState):
         elif self.owners is not None and self.part != here:
             own = {name for name in self.owners.blocks if self.owners.mine(name)}
             self.factors = {name: pair for name, pair in self.factors.items() if name in own}
-            self.inverses = None if self.inverses is None else self.inverses.only(own)
+            if self.inverses is not None:
+                self.inverses = self.inverses.only(own)
+                self.strategy = self.inverses.strategies()
         self.part = here
 
     def collect(self) -> None:
@@ -125,24 +125,10 @@ class KroneckerState(CurvatureState):
             return
         whole: dict[str, Any] = {"part": "", "factors": {}, "inverses": None}
         if self._reused and self.inverses is not None:
-            blocks: dict[str, Any] = {}
-            eigen = isinstance(self.inverses, EigenInverses)
-            averaged = any(x for (x,) in owners.group.numbers(bool(self.factors)))
-            for name in self.reached:
-                block = self.inverses.only({name})
-                a, b = owners.shared(name, _matrices(block, owners.blocks[name], self._like), self._like)
-                blocks[name] = {"a": a, "b": b}
-                if isinstance(block, EigenInverses):
-                    spectrum = [block.blocks[name].spectrum] if block.blocks else None
-                    shape = [torch.Size(owners.blocks[name].shape)]
-                    [blocks[name]["spectrum"]] = owners.group.share(spectrum, shape, self._like, owners.of[name])
-                if averaged:
-                    a, b = owners.shared(name, self.factors.get(name), self._like)
-                    whole["factors"][name] = {"a": a, "b": b}
-                if owners.group.rank:
-                    blocks.clear()
-                    whole["factors"].clear()
-            whole["inverses"] = {"kind": "eigen" if eigen else "damped", "blocks": blocks}
+            found = owners.group.of_all({name: x for name, x in self.state_dict().items() if name in whole})
+            if found:
+                whole["factors"] = {name: pair for one in found for name, pair in one["factors"].items()}
+                whole["inverses"] = all_inverses([one["inverses"] for one in found])
         self._collected = whole
 
     def uncollect(self) -> None:
@@ -391,10 +377,3 @@ def own_rows_of(diagonal: dict[str, Tensor], v: Tree) -> dict[str, Tensor]:
     """The rows of ``diagonal`` that correspond to this process's rows of ``v``."""
     whole = {n: d[place_of(v[n])] for n, d in diagonal.items() if not is_sharded(d) and d.dim() and is_sharded(v[n])}
     return {name: whole[name] if name in whole else local(d) for name, d in diagonal.items()}
-
-
-def _matrices(inverses: BlockInverses, block: Block, like: Tensor) -> tuple[Tensor, Tensor] | None:
-    """The matrices of a block's inverse, complete bases or damped factors; ``None`` if another process has them."""
-    if isinstance(inverses, EigenInverses):
-        return next(((one.a, one.b) for one in inverses.blocks.values()), None)
-    return inverses.damped({block.name: like.expand(block.shape)}).get(block.name)
