@@ -23,6 +23,7 @@ Case = Callable[[Path], Any]
 
 REFUSALS = (
     "the run began with",
+    "is not what the run in",
     "The run began with",
     "the run used your own model",
     "began with; begin a new run",

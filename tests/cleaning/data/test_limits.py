@@ -14,8 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hyperkron.cleaning.data import ReadOptions, export_rows, limits, read
-from hyperkron.cleaning.data.roles import _require
+from hyperkron.cleaning.data import InputForm, ReadOptions, export_rows, limits, read
+from hyperkron.cleaning.data.checks import header_note
+from hyperkron.cleaning.data.labelled import Frame, Roles
+from hyperkron.cleaning.data.roles import _require, resolve
 from hyperkron.cleaning.data.spreadsheets import refuse_repeated
 from hyperkron.cleaning.data.values import Cells, as_number, gaps, is_missing, numbers
 from hyperkron.solution import HyperkronError
@@ -109,6 +111,32 @@ def test_texts_beyond_the_limits(name: str, content: str, message: str, tmp_path
 def test_within_the_limits(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text(_csv(20, 10))
     assert len(read(tmp_path / "a.csv", options=SMALL)) == 10
+
+
+class _Name(str):
+    """A name that counts how often it is compared."""
+
+    compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        _Name.compared += 1
+        return str.__eq__(self, other)
+
+    __hash__ = str.__hash__
+
+
+def test_names_of_a_wide_table_are_not_compared_each_with_each() -> None:
+    """A set finds a name by its hash. Each of 50 000 names would be looked for in a list of 50 000."""
+    names = [_Name(i) for i in range(1000)]
+    columns = {name: [0.5, 2.5] for name in names}
+    form = InputForm.of(read({**columns, "label": [0, 1]}))
+    _Name.compared = 0
+    assert "looks like a row" in header_note(columns)
+    assert resolve(Frame("a.csv", {**columns, "label": [0, 1]}), Roles())[1] == []
+    votes = {"a": ["p", "q"], "b": ["p", "q"]}
+    assert resolve(Frame("a.csv", {**columns, **votes}), Roles(features=names, annotators=tuple(votes)))[1] == []
+    assert form._from_columns(Frame("b.csv", columns), None, ReadOptions()).messages == ()
+    assert _Name.compared < 20 * len(names)  # 11 each
 
 
 @pytest.mark.parametrize("wide", [False, True])

@@ -264,10 +264,9 @@ def _spelling(name: str) -> Hashable:
 
 def header_note(columns: Columns) -> str:
     """What to say if the names of columns look like a row of data: the file may have no header."""
-    like = [name for name in columns if name and not is_missing(name) and as_number(name) is not None]
-    rest = (name for name in columns if name not in like and not is_missing(name))
-    like += [name for name in rest if _among(name, cells(columns[name]))]
-    if 2 * len(like) < len(columns):
+    given = [name for name in columns if not is_missing(name)]
+    like = sum(as_number(name) is not None or _among(name, cells(columns[name])) for name in given)
+    if 2 * like < len(columns):
         return ""
     return (
         f"the first line looks like a row, not like the names of columns ({listing(map(repr, columns))}); if so, add a "

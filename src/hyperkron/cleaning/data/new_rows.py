@@ -159,9 +159,9 @@ class InputForm:
         inputs: Any
         if self.encoding is not None:
             inputs, seen = self._matrix(frame.columns, frame.name)
-            used = [column.name for column in self.encoding.columns]
-            dropped = [name for name in self.roles.features or () if name not in used]
-            extra = [name for name in frame.columns if name not in (*used, *dropped, *kept, self.roles.label)]
+            names = [column.name for column in self.encoding.columns]
+            used = {*names, *(self.roles.features or ()), *kept, self.roles.label}
+            extra = [name for name in frame.columns if name not in used]
             if extra:
                 seen.append(f"{frame.name}: columns that the model does not use: {listing(map(repr, extra), 12)}.")
             notes += seen

@@ -31,7 +31,8 @@ def resolve(frame: Frame, asked: Roles) -> tuple[Roles, list[str]]:
     named = {f"{role}[{i}]": name for role in several_columns for i, name in enumerate(getattr(asked, role) or ())}
     voted = bool(asked.annotators) and asked.trusted_column is None
     if voted and asked.label not in frame.columns:  # votes take its place here; other sources may have it
-        free = [name for name in frame.columns if name not in (*asked.inputs(), *asked.id)]
+        taken = {*asked.inputs(), *asked.id}
+        free = [name for name in frame.columns if name not in taken]
         asked = replace(asked, label=_first_of(frame.name, free, LABELS))
     for argument, name in (vars(asked) | dict.fromkeys(several_columns) | named).items():
         if name is not None:
@@ -50,7 +51,7 @@ def resolve(frame: Frame, asked: Roles) -> tuple[Roles, list[str]]:
         found = infer_input(frame, found)
         if (column := found.text or found.image) is not None:
             told = f"column {column!r} is taken as the {'text' if found.text else 'image'}; "
-    used = (*found.inputs(), *found.id, *([] if voted else [label]))
+    used = {*found.inputs(), *found.id, *([] if voted else [label])}
     unused = [name for name in frame.columns if name not in used]
     messages = []
     if unused:
