@@ -95,6 +95,30 @@ def kept_curvature(rank: int, folder: Path) -> None:
     (folder / f"kept {rank}").write_text("\n".join(differ))
 
 
+def running_statistics(rank: int, folder: Path) -> None:
+    """Writes down whether statistics of BatchNorm, which are used in evaluation mode, are those of this process."""
+
+    def outer(model: nn.Module, weights: nn.Module, batch: Any) -> torch.Tensor:
+        model.eval()
+        loss = _outer(model, weights, batch)
+        model.train()
+        return loss
+
+    rows, found = (torch.randn(10, 4), torch.arange(10) % 3, torch.arange(10)), []
+    for divide in (True, False):
+        problem, ends = hk.training.DataParallel(hk.BilevelProblem(_inner, outer), divide=divide), []
+        for steps, saved in ((3, "whole"), (2, "run"), (3, "run")):
+            torch.manual_seed(0)
+            model, weights = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)), hk.SampleWeights(10)
+            data = hk.algorithms.Examples(*rows, batch_size=5, seed=0 if divide else rank)
+            path, method = folder / f"statistics {divide} {saved}", hk.AID(hk.identity(), 1)
+            run = hk.fit(problem, model, weights, method, data, data, steps=steps, resume=path)
+            run.save(path)
+            ends.append(split(run.state.state_dict())[1])
+        found.append(all(same(x, ends[2][name]) for name, x in ends[0].items()))
+    (folder / f"statistics {rank}").write_text(f"{found} {ends[0]['model.1.running_mean'].tolist()}")
+
+
 def same(x: Any, y: Any) -> bool:
     """Whether two values are the same, tensors in bits and layout."""
     return x.stride() == y.stride() and torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
@@ -112,7 +136,8 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "import sys; from pathlib import Path; import torch, parallel_runs, test_uneven_processes as test\n"
         "torch.set_num_threads(1); folder = Path(sys.argv[1])\n"
         "def checks(rank):\n"
-        "    for check in (test.continued, test.kept_curvature, test.wrong_data): check(rank, folder)\n"
+        "    for check in (test.continued, test.kept_curvature, test.running_statistics, test.wrong_data):\n"
+        "        check(rank, folder)\n"
         "started = parallel_runs.started(2, checks, folder)\n"
         "sys.exit(any(parallel_runs.exit_codes(started)))"
     )
@@ -129,6 +154,12 @@ def test_each_process_continues_with_its_own_batches_and_random_numbers(said: Pa
 def test_curvature_that_is_kept_continues_bit_for_bit(said: Path) -> None:
     """The matrices of damped factors were saved, and factorised again."""
     assert [(said / f"kept {rank}").read_text() for rank in range(2)] == ["", ""]
+
+
+def test_running_statistics_of_each_process_continue(said: Path) -> None:
+    """All continued with those of the first one, which changed θ where an objective uses evaluation mode."""
+    first, second = ((said / f"statistics {rank}").read_text() for rank in range(2))
+    assert first.startswith("[True, True]") and second.startswith("[True, True]") and first != second
 
 
 @pytest.mark.parametrize("case", range(4))

@@ -176,7 +176,7 @@ class _Divided:
         means."""
         self.checked.add(self.level)
         _check_alike(self.group, {"model": model, "hyper": hyper})
-        if self.divide and len(set(map(tuple, self.group.numbers(*_sums(batch))))) > 1:
+        if self.divide and len(set(map(tuple, self.group.numbers(*checksums(batch))))) > 1:
             raise HyperkronError(
                 f"the processes were given different batches of {self.level}; seed their data alike, so that each can "
                 "take its part of the same batch, or use DataParallel(..., divide=False) where each has its own."
@@ -239,7 +239,7 @@ def _own_part(batch: Any, group: Group, level: str) -> Any:
     return batch
 
 
-def _sums(batch: Any) -> list[float]:
+def checksums(batch: Any) -> list[float]:
     """A checksum of every tensor of a batch."""
     flat = [x.detach().reshape(-1).double().nan_to_num() for _, x in tensors_of("", batch)]
     return [float(x @ torch.linspace(1, 2, len(x), dtype=x.dtype, device=x.device)) for x in flat]

@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 
 from hyperkron.algorithms import Algorithm, BatchSources, State, StepReport, derivatives
 from hyperkron.collectives import Group
+from hyperkron.problem import Both
 from hyperkron.solution import HyperkronError, Status
 from hyperkron.training import checkpoint, fingerprint
 from hyperkron.training.callback import Callback, checked
@@ -23,7 +24,7 @@ from hyperkron.training.history import History, JSONLog, Value
 from hyperkron.training.locks import FolderLock
 from hyperkron.training.program import Program
 from hyperkron.training.randomness import random_state, set_random_state
-from hyperkron.training.sharded import holds_rows, of_all_ranks, resharded, write_rows
+from hyperkron.training.sharded import holds_rows, of_all_ranks, own_buffers, resharded, write_rows
 from hyperkron.training.signals import Interrupted, Signals
 from hyperkron.training.undo import RecordedBatches, undoable_step
 from hyperkron.validation import check_callable, check_nonnegative, check_whole
@@ -231,6 +232,10 @@ class Run:
             )
         self.state.load_state_dict(state["state"])
         own = {name: state.get(f"{name}s", {}).get(str(self.group.rank), state[name]) for name in ("draw", "random")}
+        if len(buffers := state.get("buffers", {})) == self.group.size:  # otherwise all take those of the first
+            live = Both(self.state.model, self.state.hyper).state_dict()
+            for name, x in buffers[str(self.group.rank)].items():
+                live[name].copy_(x)
         self.batches.load_state_dict(own["draw"])
         self.history.load_state_dict(state["history"])
         self.seconds = state.get("seconds", 0.0)
@@ -263,8 +268,11 @@ class Run:
     def _save(self, folder: str | Path) -> Path:
         rows, path = None, checkpoint.place(folder, self.state.step)
         of_each: dict[str, Any] = {}
-        if self.group.size > 1 and not self.state.problem.divides:  # data of its own may draw random numbers of its own
-            of_each = of_all_ranks({"draws": self.batches.state_dict(), "randoms": random_state()}, self.group)
+        if self.group.size > 1:
+            of_each = {"buffers": x} if (x := own_buffers(self.state, self.group)) else {}
+            if not self.state.problem.divides:  # data of its own may draw random numbers of its own
+                of_each |= {"draws": self.batches.state_dict(), "randoms": random_state()}
+            of_each = of_all_ranks(of_each, self.group) if of_each else {}
         if self._sharded:
             staging = checkpoint.staging(folder, self.state.step)
             rows = staging, write_rows(staging, self.state_dict(), self.group)

@@ -19,9 +19,11 @@ from torch import Tensor, nn
 
 from hyperkron.algorithms import State
 from hyperkron.collectives import Group
+from hyperkron.problem import Both
 from hyperkron.sharded_functions import sharded_over
 from hyperkron.sharding import is_sharded, own_rows, sharded_like
 from hyperkron.training import files
+from hyperkron.training.data_parallel import checksums
 from hyperkron.training.encoding import CheckpointError, DamagedCheckpoint, join, sharded_rows, split
 
 FILE = re.compile(r"tensors-rank(\d{5})\.safetensors\Z")
@@ -83,6 +85,15 @@ def of_all_ranks(own: dict[str, Any], group: Group) -> dict[str, dict[str, Any]]
     found = group.of_all({"tree": json.dumps(tree), "tensors": tensors})
     states = [join(json.loads(x["tree"]), x["tensors"].__getitem__) for x in found]
     return {name: {str(rank): x[name] for rank, x in enumerate(states)} for name in own if states}
+
+
+def own_buffers(state: State, group: Group) -> dict[str, Tensor]:
+    """The buffers that are not the same on all ranks, such as running statistics of BatchNorm, by name."""
+    both = Both(state.model, state.hyper)
+    saved, params = both.state_dict(), dict(both.named_parameters(remove_duplicate=False))
+    found = {n: x for n, x in saved.items() if isinstance(x, Tensor) and n not in params and not is_sharded(x)}
+    sums = zip(*group.numbers(*checksums(found)), strict=True) if found else ()
+    return {name: x for (name, x), column in zip(found.items(), sums, strict=True) if len(set(column)) > 1}
 
 
 def _file(rank: int) -> str:
