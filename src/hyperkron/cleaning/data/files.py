@@ -18,7 +18,7 @@ class _Lazy:
         self._module = module
 
     def __getattr__(self, name: str) -> Any:
-        return self.__dict__.setdefault(name, getattr(need(self._module), name))  # asked for once
+        return getattr(need(self._module), name)
 
 
 np: Any = _Lazy("numpy")
