@@ -194,6 +194,7 @@ row(
 row(
     "an exploding model",
     touching(lambda g: g.model[2].weight.data.mul_(1e38), lambda: hk.identity()),
+    "the slope of the inner loss along v is nan",
     "model parameter 2.weight reaches",
     "lower the inner learning rate",
     error=hk.NonFiniteError,
