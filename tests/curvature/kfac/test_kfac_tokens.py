@@ -139,11 +139,16 @@ class Causal(Attend):
         return self.head(x + self.out((q @ k.mT).masked_fill(later, -torch.inf).softmax(-1) @ v).tanh())
 
 
-def measured_parts(model: nn.Module, weights: Tensor, size: int | None, y: Tensor, x: Tensor) -> Any:
-    """What KFAC measures of a loss at all tokens but the last, in pieces of this size."""
+def measured_parts(
+    model: nn.Module, weights: Tensor, size: int | None, y: Tensor, x: Tensor, flat: bool = False
+) -> Any:
+    """What KFAC measures of a loss at all tokens but the last, perhaps ``flat``, in pieces of this size."""
 
     def inner(model: nn.Module, hyper: Any, batch: Any) -> Any:
-        return hk.losses.cross_entropy(model(batch[0])[:, :-1], batch[1][:, 1:], weight=batch[2])
+        logits, labels, weight = model(batch[0])[:, :-1], batch[1][:, 1:], batch[2]
+        if flat:
+            logits, labels, weight = logits.flatten(0, 1), labels.flatten(), weight.repeat_interleave(labels.shape[1])
+        return hk.losses.cross_entropy(logits, labels, weight=weight)
 
     problem = hk.training.Accumulated(hk.BilevelProblem(inner, inner), size)
     with Point(problem, model, nn.Linear(1, 1), (x, y, weights), (x, y, weights)) as point:
@@ -161,12 +166,24 @@ def same_factors(found: Any, wanted: Any) -> None:
 
 @pytest.mark.parametrize("weights", [[1.0, 1.0, 1.0], [0.0, 1.0, 0.0]], ids=["weighted alike", "some of weight zero"])
 def test_a_does_not_depend_on_how_a_batch_is_divided(weights: list[float]) -> None:
-    """Whether tokens of an example count does not depend on padding in other examples."""
+    """Whether tokens of an example count does not depend on padding in other examples, nor on the labels' shape."""
     torch.manual_seed(0)
     model, x, y = Causal().double(), torch.randn(3, 5, 4, dtype=DOUBLE), torch.randint(3, (3, 5))
     y[0, 3:] = PADDING
     given = torch.tensor(weights, dtype=DOUBLE)
-    same_factors(measured_parts(model, given, 1, y, x), measured_parts(model, given, None, y, x))
+    whole = measured_parts(model, given, None, y, x)
+    same_factors(measured_parts(model, given, 1, y, x), whole)
+    same_factors(measured_parts(model, given, None, y, x, flat=True), whole)
+
+
+def test_without_masks_all_tokens_count_and_layers_with_one_input_share_a() -> None:
+    torch.manual_seed(0)
+    model, x, y = Attend().double(), torch.randn(3, 5, 4, dtype=DOUBLE), torch.randint(3, (3, 5))
+    model.gate = nn.Linear(4, 4).double()  # type: ignore[assignment]
+    model.register_forward_hook(lambda model, given, out: out + model.gate(given[0]).sum(-1, keepdim=True).tanh())
+    found = measured_parts(model, torch.ones(3, dtype=DOUBLE), None, y, x)
+    assert {name: int(count) for name, count in found.rows.items()} == dict.fromkeys(("qkv", "out", "head", "gate"), 15)
+    assert found.a["gate"] is found.a["qkv"]
 
 
 @pytest.mark.parametrize("predictions", [3, 5])

@@ -32,9 +32,9 @@ class KFAC(Kronecker):
 
     with a_n the layer's input (and a 1 for its bias) and g_n = (∂z_n f)ᵀ s_n the output gradient of a vector s_n whose
     second moment is the output Hessian of the loss. A averages over all examples, also those labelled ``ignore_index``
-    (their inputs are inputs like others), but not over tokens that the loss masks. The L2 penalties in the loss are
-    added to the damping: 2α on the columns of weight and bias each. This is exact with ``split="exact"``; otherwise it
-    is part of δ on A's side.
+    (their inputs are inputs like others), and over all their tokens; if the loss masks some tokens of an example, over
+    those that a gradient reaches. The L2 penalties in the loss are added to the damping: 2α on the columns of weight
+    and bias each. This is exact with ``split="exact"``; otherwise it is part of δ on A's side.
 
     Args:
         damping: δ. Default: 1e-3.
