@@ -26,7 +26,6 @@ from hyperkron.curvature.kfac.factors import (
     FactoredInverses,
     Factors,
     LowRank,
-    Primal,
     ShapeClass,
     System,
     dense,
@@ -55,9 +54,6 @@ def load_inverses(state: dict[str, Any]) -> BlockInverses:
     """The inverses whose :meth:`state_dict` this is."""
     if state["kind"] == "eigen":
         return EigenInverses({name: EigenBlock(**tensors) for name, tensors in state["blocks"].items()})
-    if state["kind"] == "damped":
-        pairs = {name: [Primal(factorize(x[side])[0]) for side in "ab"] for name, x in state["blocks"].items()}
-        return FactoredInverses(tuple(ShapeClass((n,), (len(state["blocks"][n]["a"]),), *p) for n, p in pairs.items()))
     return load_factored(state)
 
 
