@@ -256,7 +256,7 @@ class Group:
         leaves = list(_leaves(own)) if self.rank else []
         tensors = [x.detach() for _, x in leaves if isinstance(x, Tensor)]
         kinds = [(path, *((_layout(x), None) if isinstance(x, Tensor) else (None, x))) for path, x in leaves]
-        text = _bytes(torch.frombuffer(bytearray(json.dumps(kinds).encode()), dtype=torch.uint8), fill=b" "[0])
+        text = _bytes(torch.frombuffer(bytearray(json.dumps(kinds).encode()), dtype=torch.uint8), fill=ord(" "))
         sent = torch.cat([x.to(self.device or "cpu") for x in (text, *map(_bytes, tensors))])
         table = self.numbers(len(text), len(sent))
         sizes = [0 if self.rank else int(size) for _, size in table]

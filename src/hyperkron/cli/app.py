@@ -28,7 +28,7 @@ _MODULES = {"clean": "cleaning", "resume": "cleaning", "sweep": "sweeping", "doc
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command of these arguments, by default those of the process; its exit code: 0 success, 1 error, 2 usage.
+    """Run a command, by default that of the command line, and return its exit code: 0 success, 1 error, 2 wrong usage.
 
     Ctrl-C gives 130 and SIGTERM 143. Where stdout was closed before the start, nothing is printed; where its reader
     left, the code is 1. Messages that stderr does not take are lost, and the command continues.

@@ -269,7 +269,8 @@ class Run:
         rows, path = None, checkpoint.place(folder, self.state.step)
         of_each: dict[str, Any] = {}
         if self.group.size > 1:
-            of_each = {"buffers": x} if (x := own_buffers(self.state, self.group)) else {}
+            if buffers := own_buffers(self.state, self.group):
+                of_each["buffers"] = buffers
             if not self.state.problem.divides:  # data of its own may draw random numbers of its own
                 of_each |= {"draws": self.batches.state_dict(), "randoms": random_state()}
             of_each = of_all_ranks(of_each, self.group) if of_each else {}

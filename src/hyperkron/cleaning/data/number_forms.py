@@ -48,11 +48,9 @@ _POINTS = re.compile(r"[+-]?[1-9]\d{0,2}(\.\d{3})+")
 _HUNDREDS = re.compile(r"[+-]?\d{1,3}")
 _SPACED = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:[ \u00a0\u2009\u202f'’]\d{3})+(?!\d)")
 _AMOUNT = re.compile(r"([+-]?)\s*([€$£¥₹]?)\s*([+-]?\s*[\d.,]*\d[.,]?)\s*([€$£¥₹%]?)")
-_QUARTERS = "january february march", "april may june", "july august september", "october november december"
+_YEAR = "january february march april may june july august september october november december"
 _MONTHS = {  # also shortened, to three letters at least
-    name[:length]: number
-    for number, name in enumerate(" ".join(_QUARTERS).split(), 1)
-    for length in range(3, len(name) + 1)
+    name[:length]: number for number, name in enumerate(_YEAR.split(), 1) for length in range(3, len(name) + 1)
 }
 _TIME = r"(?:,?[ T]+(\d{1,2}):(\d{2})(?::(\d{2})(?:\.\d+)?)?(?: ?([AaPp])\.?[Mm]\.?)?(?: ?Z|[+-]\d{2}:?\d{2})?)?"
 _DATES = tuple(

@@ -68,7 +68,8 @@ def small_cnn(channels: int, size: int, classes: int, width: int = 32) -> nn.Seq
     until it is 4×4 or less; an image of 64 pixels has a fourth stage, one of 8 pixels is not halved at first. A linear
     layer reads the flattened result. There is no normalisation: every parameter lies in a Kronecker block, and the
     logits of an example do not depend on the others of its batch, as batch normalisation would make them. Inputs
-    should have a mean near 0 and a variance near 1.
+    should have a mean near 0 and a variance near 1. They have ``size`` pixels on a side, and the first stage has
+    ``width`` channels.
 
     References:
         Initialised as in He et al., 2015, "Delving deep into rectifiers".
@@ -161,7 +162,7 @@ def default_model(inputs_shape: Sequence[int], classes: int) -> Callable[[], nn.
 
 
 def load_callable(name: str) -> Callable[..., Any]:
-    """The object that ``"module:callable"`` names, imported: letters, digits, ``_``, ``.`` and one ``:``.
+    """The object that a name such as ``"mypackage.models:build"`` stands for, imported.
 
     Importing runs the module's code, so the name must come from the person who runs the program (an argument in
     Python or on the command line), never from a configuration or data file.

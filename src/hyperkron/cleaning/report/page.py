@@ -67,8 +67,10 @@ def write_report(run_folder: str | Path) -> Path:
     """Write ``report.html`` into a finished run folder and return its path.
 
     The page is one file: it makes no request, runs no script but its own (a Content-Security-Policy names its hash),
-    and shows whatever the folder holds; what is absent is left out, apart from result.json. It contains texts or
-    pictures of the data. A file that is damaged is an error.
+    and shows whatever the folder holds; what is absent is left out. It contains texts or pictures of the data.
+
+    Raises:
+        HyperkronError: where result.json is missing, damaged or of another format, or another file is damaged.
 
     Example:
         >>> import tempfile
