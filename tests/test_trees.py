@@ -102,6 +102,14 @@ def test_norm_where_squares_are_out_of_range(dtype: torch.dtype, size: float) ->
     assert math.isnan(trees.norm({"w": torch.tensor([1e30, math.nan])}).item())
 
 
+@pytest.mark.parametrize("size", [1e-36, 1e-21, 1.0, 1e21, 1e37])
+def test_norms_made_together_where_squares_are_out_of_range(monkeypatch: pytest.MonkeyPatch, size: float) -> None:
+    monkeypatch.setattr(trees, "_normed_together", lambda tensors: True)  # as on a GPU
+    x = {"w": torch.full((4,), size), "b": torch.zeros(2)}
+    assert trees.norm(x).item() == pytest.approx(2 * size, rel=1e-6) and trees.norm(x).dtype == torch.float32
+    assert trees.norm(x | {"c": torch.zeros(2, dtype=torch.float64)}).dtype == torch.float64
+
+
 def test_norm_in_float32_is_accurate_for_a_million_numbers() -> None:
     x = torch.rand(1_000_000, generator=torch.Generator().manual_seed(0))
     exact = x.double().norm().item()

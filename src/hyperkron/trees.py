@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -117,17 +118,18 @@ def _dot(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _normed_together(tensors: list[Tensor]) -> bool:
-    """Whether one launch makes the norms of all tensors, as precisely as products one by one."""
+    """Whether one launch makes the norms of all tensors, in float64 at the price of float32."""
     alike = all(x.is_cuda and x.dtype not in HALF_TYPES for x in tensors)
     return bool(tensors) and alike and not any_sharded(tensors)
 
 
 def norm(a: Tree) -> Tensor:
-    """The Euclidean norm ‖a‖ = √(aᵀa), as a 0-dimensional tensor; on a CPU also where the squares have no place in the
-    range of the dtype."""
+    """The Euclidean norm ‖a‖ = √(aᵀa), as a 0-dimensional tensor; also where the squares have no place in the range of
+    the dtype, except for sharded tensors and half precision on a GPU."""
     tensors = list(a.values())
     if _normed_together(tensors):
-        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))  # one launch for many tensors
+        parts = torch.stack(torch._foreach_norm(tensors, dtype=torch.float64))
+        return torch.linalg.vector_norm(parts).to(reduce(torch.promote_types, {x.dtype for x in tensors}))
     found = dot(a, a).sqrt()  # float32 vector_norm sums naively on the CPU: 20 times the error of torch.dot
     return _of_any_size(found, a) if found.is_cpu else found
 

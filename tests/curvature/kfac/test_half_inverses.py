@@ -75,7 +75,7 @@ def halved(stack: list[Tensor], delta: float, dtype: torch.dtype = torch.float32
 
 
 @pytest.mark.usefixtures("_split")
-@pytest.mark.parametrize("scale", [1e-9, 1.0, 1e9])
+@pytest.mark.parametrize("scale", [1e-25, 1.0, 1e25])
 @KINDS
 def test_they_invert_to_the_bits_of_float16_whatever_the_size_of_v(
     count: int, dtype: torch.dtype, scale: float
@@ -95,7 +95,7 @@ def test_zero_stays_zero_and_what_is_not_finite_is_seen() -> None:
     b, _ = halved([rows(20, 32, 1)], 0.05)
     v = torch.zeros(1, 32, 48)
     assert not solve_both_sides(b, a, [v])[0].any()
-    for bad in (float("nan"), float("inf"), 1e30):
+    for bad in (float("nan"), float("inf")):
         v[0, 3, 4] = bad
         assert not solve_both_sides(b, a, [v])[0].isfinite().all()
 

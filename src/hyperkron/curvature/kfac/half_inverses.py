@@ -76,7 +76,7 @@ class HalfInverse(MatrixStack, ABC):
 
     def solve(self, v: Tensor, overwrite: bool = False) -> Tensor:
         """(M + δI)⁻¹ V for V of shape (L, d, k) in float32."""
-        unit = torch.linalg.vector_norm(v, 2, (1, 2), keepdim=True).clamp_min(1e-18) / MAX_NORM
+        unit = _units(list(v))[:, None, None]
         half = F.pad((v / unit).half(), (0, 0, 0, self.size - v.shape[1]))
         self.contract(half)
         return half[:, : v.shape[1]] * (unit / self.shift[:, None, None])
@@ -226,6 +226,12 @@ def _stripes(n: int) -> list[tuple[int, int]]:
     return [(begin, min(begin + step, n)) for begin in range(0, n, step)]
 
 
+def _units(parts: list[Tensor]) -> Tensor:
+    """What each part is divided by, so that its products with inverses stay in the range of float16."""
+    norms = torch._foreach_norm(parts, dtype=torch.float64)  # squares of float32 may have no place in float32
+    return torch.stack(norms).float().clamp_min(1e-30) / MAX_NORM
+
+
 def solve_both_sides(b: HalfInverse, a: HalfInverse, parts: list[Tensor], overwrite: bool = False) -> list[Tensor]:
     """(B + δ_B I)⁻¹ V (A + δ_A I)⁻¹ for the stack of V that ``parts``, of shape (groups, d_out, d_in), make up.
 
@@ -233,7 +239,7 @@ def solve_both_sides(b: HalfInverse, a: HalfInverse, parts: list[Tensor], overwr
     """
     groups, (rows, columns) = [len(x) for x in parts], parts[0].shape[1:]
     found = parts if overwrite else list(parts[0].new_empty(sum(groups), rows, columns).split(groups))
-    units = torch.stack(torch._foreach_norm(parts)).clamp_min(1e-18) / MAX_NORM
+    units = _units(parts)
     made = torch.empty if (rows, columns) == (b.size, a.size) else torch.zeros
     begin = 0
     for some in _chunks(len(parts), max(groups) * b.size * a.size):
