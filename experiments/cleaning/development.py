@@ -123,7 +123,7 @@ def measure(job: Job, rda: Path) -> dict[str, Any]:
         told = learners.learner_scores(work, outcome)
         assert outcome.cleaned_forest is not None
         bag = learners.row_scores(work, outcome, outcome.cleaned_forest)
-        everything = torch.cat([work.noisy, work.trusted])
+        everything = work.every
         q, models = outcome.final.posterior, dict[str, torch.nn.Module]()
         models |= {kind: learners.grow(kind, work, everything, q) for kind in (FOREST, BOOSTED)}
         [models[NETWORK]] = fitted(OURS, [replace(work, tree_model=False)], [outcome], "network")

@@ -24,7 +24,7 @@ from hyperkron.cleaning.learners import (
 from hyperkron.cleaning.method import Outcome, clean_labels
 from hyperkron.cleaning.models import linear, trees
 from hyperkron.cleaning.stages import Stages
-from hyperkron.cleaning.trainer import Dense, TrainingPlan
+from hyperkron.cleaning.trainer import Dense, TrainingPlan, predict
 from hyperkron.cleaning.work import Work, folds
 
 pytest.importorskip("sklearn")
@@ -92,8 +92,7 @@ def test_no_row_is_asked_of_trees_that_learnt_from_it(monkeypatch: pytest.Monkey
     real = learners.grow
     monkeypatch.setattr(learners, "grow", lambda k, w, rows, q: seen.append(rows) or real(k, w, rows, q))
     asked: list[Tensor] = []
-    answer = learners.predict
-    monkeypatch.setattr(learners, "predict", lambda m, x, rows: asked.append(rows) or answer(m, x, rows))
+    monkeypatch.setattr("hyperkron.cleaning.work.predict", lambda m, x, rows: asked.append(rows) or predict(m, x, rows))
     half_answers(FOREST, work, outcome.first.posterior)
     assert sorted(torch.cat(asked).tolist()) == list(range(ROWS + TRUSTED))
     for learnt, ask in zip(seen, asked, strict=True):

@@ -21,10 +21,10 @@ from hyperkron.cleaning.config import ALTERNATIVES, BOOSTED, ESTIMATORS, FOREST,
 from hyperkron.cleaning.evidence import label_evidence, noise_matrix_from_trusted, of_label
 from hyperkron.cleaning.filters import confident, neighbour_votes
 from hyperkron.cleaning.learners import chosen_learner, grow
-from hyperkron.cleaning.method import Outcome, certainty, vectors
+from hyperkron.cleaning.method import Outcome, certainty
 from hyperkron.cleaning.models import trees
 from hyperkron.cleaning.own import fit_estimator
-from hyperkron.cleaning.trainer import TrainingTargets, optimizer_for, predict, seeded, updates
+from hyperkron.cleaning.trainer import TrainingTargets, optimizer_for, seeded, updates
 from hyperkron.cleaning.work import Work
 from hyperkron.hyper import SampleWeights
 from hyperkron.hypergradient import sama
@@ -75,13 +75,12 @@ def targets_for(name: str, work: Work, outcome: Outcome) -> TrainingTargets:
         )
     noisy, trusted = work.labelled(work.noisy), work.trusted
     if name == OURS:
-        return outcome.targets(work, torch.cat([work.noisy, trusted]))
+        return outcome.targets(work, work.every)
     rows = {"noisy": noisy, "trusted": trusted}.get(name, torch.cat([noisy, trusted]))
     if name in ("noisy", "trusted", "pooled"):
-        return TrainingTargets(rows, work.known(rows))
+        return work.as_given(rows)
     if name in ("cleanlab", "neighbours"):
-        rows = _kept(name, work, outcome)
-        return TrainingTargets(rows, work.known(rows))
+        return work.as_given(_kept(name, work, outcome))
     if name == "gold-loss":
         return _gold_loss(work, outcome)
     if name == "sama":
@@ -90,7 +89,7 @@ def targets_for(name: str, work: Work, outcome: Outcome) -> TrainingTargets:
     else:
         expert = outcome.noisy_expert if name == "small-loss" else outcome.trusted_expert
         weight = of_label(expert[noisy], work.given[noisy])
-    return TrainingTargets(rows, work.known(rows), torch.cat([weight, torch.ones(len(trusted), device=work.device)]))
+    return work.as_given(rows, torch.cat([weight, torch.ones(len(trusted), device=work.device)]))
 
 
 def _kept(name: str, work: Work, outcome: Outcome) -> Tensor:
@@ -100,7 +99,7 @@ def _kept(name: str, work: Work, outcome: Outcome) -> Tensor:
     if name == "cleanlab":
         kept = _kept_by_cleanlab(outcome.noisy_expert[noisy], given)
     elif name == "neighbours":
-        votes = neighbour_votes(vectors(work, noisy), given, work.classes, seed=work.config.seed)
+        votes = neighbour_votes(work.vectors(noisy), given, work.classes, seed=work.config.seed)
         kept = (votes.argmax(1) == given).nonzero()[:, 0]
     else:
         assert outcome.noisy_forest is not None
@@ -119,7 +118,7 @@ def fitted(name: str, works: Sequence[Work], outcomes: Sequence[Outcome], stage:
     found: dict[int, nn.Module] = {}
     for i, (work, outcome) in enumerate(views):
         if name == OURS and (kind := chosen_learner(work, outcome)) != NETWORK:
-            found[i] = grow(kind, work, torch.cat([work.noisy, work.trusted]), outcome.final.posterior)
+            found[i] = grow(kind, work, work.every, outcome.final.posterior)
     seen = [i for i in range(len(views)) if i not in found][: 1 if name in BLIND else None]
     plans = {i: views[i][1].paced(works[i], works[i].last) if name == OURS else works[i].last for i in seen}
     for plan in dict.fromkeys(plans.values()):
@@ -140,13 +139,13 @@ def _without_network(name: str, work: Work, outcome: Outcome, stage: str) -> nn.
         if cleaned:
             labels = torch.cat([q.argmax(1), work.given[work.trusted]])
             weight[: len(q)] = certainty(q, work.given[work.noisy])
-        return fit_estimator(work.estimator, vectors(work, rows), labels, weight, work.classes).eval()
+        return fit_estimator(work.estimator, work.vectors(rows), labels, weight, work.classes).eval()
     rows = _kept(name, work, outcome)
     work.fitting(stage, BOOSTED if name == "boosted" else FOREST, len(rows))
     if name == "boosted":
-        return trees.boosted(vectors(work, rows), work.given[rows], work.classes, seed=work.config.seed).eval()
+        return trees.boosted(work.vectors(rows), work.given[rows], work.classes, seed=work.config.seed).eval()
     labels = one_hot(work.given[rows], work.classes).float()
-    return trees.forest(vectors(work, rows), labels, seed=work.config.seed)[0].eval()
+    return trees.forest(work.vectors(rows), labels, seed=work.config.seed)[0].eval()
 
 
 def _gold_loss(work: Work, outcome: Outcome) -> TrainingTargets:
@@ -188,10 +187,8 @@ def judged(name: str, views: Sequence[Work], outcomes: Sequence[Outcome]) -> Ten
     first = views[0]
 
     def compute() -> dict[str, Tensor]:
-        found = first.no_answers()
-        for view, network in zip(views, fitted(name, views, outcomes, f"judging {name}"), strict=True):
-            found[view.held_out] = predict(network, view.inputs, view.held_out)
-        return {"asked": found}
+        models = fitted(name, views, outcomes, f"judging {name}")
+        return {"asked": first.answers(models, [view.held_out for view in views])}
 
     return first.stages(f"judged-{name}", compute)["asked"]
 

@@ -11,9 +11,9 @@ from torch.nn.functional import one_hot
 
 from hyperkron.cleaning.alternatives import BLIND, TREES
 from hyperkron.cleaning.config import ALTERNATIVES, BOOSTED, ESTIMATORS, FOREST, OURS
-from hyperkron.cleaning.method import PRESETS, vectors
+from hyperkron.cleaning.method import PRESETS
 from hyperkron.cleaning.models import trees
-from hyperkron.cleaning.trainer import TrainingPlan, TrainingTargets, train
+from hyperkron.cleaning.trainer import TrainingPlan, train
 from hyperkron.cleaning.work import Work
 
 MEASURED_ROWS = 2000
@@ -71,14 +71,13 @@ def _of_candidate(name: str, works: list[Work]) -> int:
 def seconds_per_step(work: Work) -> float:
     """Of a network and batch of this run, measured on one that is thrown away; side by side a step takes less."""
     plan = replace(work.plan, epochs=0.001, least=20)
-    rows = work.noisy[: max(work.plan.batch * 8, 16)]
-    targets = TrainingTargets(rows, work.known(rows))
+    targets = work.as_given(work.noisy[: max(work.plan.batch * 8, 16)])
     train(work.build, work.inputs, targets, replace(plan, least=3), seed=0)
     begin = time.perf_counter()
     train(work.build, work.inputs, targets, plan, seed=0)
     if work.device.type == "cuda":
         torch.cuda.synchronize(work.device)
-    return (time.perf_counter() - begin) / plan.steps(len(rows))
+    return (time.perf_counter() - begin) / plan.steps(len(targets.rows))
 
 
 Fit = tuple[str, int]
@@ -106,7 +105,7 @@ def seconds_per_fit(work: Work, kinds: set[str]) -> dict[Fit, float]:
         import sklearn.ensemble  # noqa: F401  (loading it is not part of a fit)
 
         for count in (-(-len(rows) // 2), len(rows)):
-            x, labels, begin = vectors(work, rows[:count]), work.given[rows[:count]], time.perf_counter()
+            x, labels, begin = work.vectors(rows[:count]), work.given[rows[:count]], time.perf_counter()
             whole = trees.TREES if kind == FOREST else trees.ROUNDS
             part = max(1, whole // MEASURED_PART)
             if kind == FOREST:

@@ -18,11 +18,10 @@ from torch import Tensor, nn
 
 from hyperkron.cleaning.config import BOOSTED, FOREST, NETWORK
 from hyperkron.cleaning.evidence import logs
-from hyperkron.cleaning.method import Outcome, soft_labels, vectors
+from hyperkron.cleaning.method import Outcome, soft_labels
 from hyperkron.cleaning.models import trees
 from hyperkron.cleaning.models.trees import TreeEnsemble
 from hyperkron.cleaning.own import EstimatorModel
-from hyperkron.cleaning.trainer import predict
 from hyperkron.cleaning.work import Work
 
 TEMPERATURES = (0.5, 0.7, 1.0, 1.4, 2.0, 3.0)
@@ -42,7 +41,7 @@ def grow(kind: str, work: Work, rows: Tensor, posterior: Tensor) -> TreeEnsemble
     """Trees of rows of a view: noisy ones with soft labels q, weighted by how sure q is, and trusted ones."""
     work.fitting(f"{kind} of cleaned labels", kind, len(rows))
     q, weight = soft_labels(work, posterior)
-    x, seed = vectors(work, rows), work.config.seed + work.shift
+    x, seed = work.vectors(rows), work.config.seed + work.shift
     if kind == FOREST:
         return trees.forest(x, q[rows], weight[rows], seed=seed)[0].eval()
     return trees.soft_boosted(x, q[rows], weight[rows], seed=seed).eval()
@@ -50,11 +49,8 @@ def grow(kind: str, work: Work, rows: Tensor, posterior: Tensor) -> TreeEnsemble
 
 def half_answers(kind: str, work: Work, posterior: Tensor) -> Tensor:
     """What trees of one half of the noisy rows and the other half of the trusted rows say of the rest (rows, C)."""
-    asked = work.no_answers()
-    for half in (0, 1):  # as the fold models
-        ask = work.crossed(1 - half)
-        asked[ask] = predict(grow(kind, work, work.crossed(half), posterior), work.inputs, ask)
-    return asked
+    first, second = work.crossed(0), work.crossed(1)  # as the fold models
+    return work.answers((grow(kind, work, rows, posterior) for rows in (first, second)), (second, first))
 
 
 def row_scores(work: Work, outcome: Outcome, answers: Tensor) -> Tensor:
@@ -64,9 +60,8 @@ def row_scores(work: Work, outcome: Outcome, answers: Tensor) -> Tensor:
     """
     through = outcome.final.log_likelihood
     evidence = torch.cat([through - through.max(1, keepdim=True).values, work.known(work.trusted)])
-    rows = torch.cat([work.noisy, work.trusted])
     sharper = torch.tensor(TEMPERATURES, device=work.device)[:, None, None]
-    found = ((sharper * logs(answers[rows])).log_softmax(2) + evidence).logsumexp(2)
+    found = ((sharper * logs(answers[work.every])).log_softmax(2) + evidence).logsumexp(2)
     return found[found.sum(1).argmax()]
 
 

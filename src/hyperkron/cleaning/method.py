@@ -44,7 +44,7 @@ from hyperkron.cleaning.evidence import (
 from hyperkron.cleaning.label_noise import corrected_frequencies, label_noise, under_frequencies
 from hyperkron.cleaning.models.trees import forest
 from hyperkron.cleaning.stages import Tensors
-from hyperkron.cleaning.trainer import Dense, TrainingPlan, TrainingTargets, predict
+from hyperkron.cleaning.trainer import TrainingPlan, TrainingTargets, predict
 from hyperkron.cleaning.work import Work, staged
 
 PRESETS = ((0.35, 1.0, 0.3), (0.35, 1.0, 0.03), (0.35, 1.0, 1.0))
@@ -68,14 +68,8 @@ def cross_fitted(
     """Opinions (rows, C) on all rows of each view, those on half h from a network trained on ``learn(work, h)``."""
     targets = [learn(work, half) for work in works for half in (0, 1)]
     networks = works[0].fit(targets, plan, name, seeds=[work.shift + seed for work in works for seed in (1, 2)])
-    found = []
-    for i, work in enumerate(works):
-        asked = work.no_answers()
-        for half in (0, 1):
-            ask = (work.fold == half).nonzero()[:, 0]
-            asked[ask] = predict(networks[2 * i + half], work.inputs, ask)
-        found.append(asked)
-    return found
+    halves = [[(work.fold == half).nonzero()[:, 0] for half in (0, 1)] for work in works]
+    return [work.answers(networks[2 * i : 2 * i + 2], halves[i]) for i, work in enumerate(works)]
 
 
 def trusted_expert(works: Sequence[Work]) -> list[Tensors]:
@@ -85,8 +79,7 @@ def trusted_expert(works: Sequence[Work]) -> list[Tensors]:
     """
 
     def known(work: Work, rows: Tensor) -> TrainingTargets:
-        rows = rows if len(rows) else work.trusted  # of a single row there are no halves
-        return TrainingTargets(rows, work.known(rows))
+        return work.as_given(rows if len(rows) else work.trusted)  # of a single row there are no halves
 
     def compute() -> list[Tensors]:
         first = works[0]
@@ -115,7 +108,7 @@ def noisy_expert(works: Sequence[Work]) -> list[Tensor]:
 
     def compute() -> Tensors:
         learn = [first.side(1 - half, first.labelled(first.noisy)) for half in (0, 1)]
-        targets = [TrainingTargets(rows, first.known(rows)) for rows in learn]
+        targets = [first.as_given(rows) for rows in learn]
         networks = first.fit(targets, first.quick(max(map(len, learn))), "noisy expert", seeds=[1, 2])
         rows = torch.arange(len(first.given), device=first.device)
         return {"asked": torch.stack([predict(network, first.inputs, rows) for network in networks])}
@@ -143,12 +136,6 @@ def matrix_expert(works: Sequence[Work], noisy: Sequence[Tensor]) -> list[Tensor
     return [found["asked"] for found in staged(works, "matrix-expert", compute)]
 
 
-def vectors(work: Work, rows: Tensor) -> Tensor:
-    """The inputs of rows as trees take them (n, d)."""
-    assert isinstance(work.inputs, Dense)
-    return work.inputs.values[rows].flatten(1)
-
-
 def noisy_forest(work: Work) -> Tensor:
     """What a forest of the noisy rows, with the labels as they are, says of all rows (rows, C), out of sample.
 
@@ -159,10 +146,9 @@ def noisy_forest(work: Work) -> Tensor:
         noisy = work.labelled(work.noisy)
         work.fitting(FOREST_EXPERT, FOREST, len(noisy))
         labels = one_hot(work.given[noisy], work.classes).float()
-        trees, answers = forest(vectors(work, noisy), labels, seed=work.config.seed)
-        asked = work.no_answers()
+        trees, answers = forest(work.vectors(noisy), labels, seed=work.config.seed)
         others = torch.ones(len(work.given), dtype=torch.bool, device=work.device).index_fill(0, noisy, False)
-        asked[others] = predict(trees, work.inputs, others.nonzero()[:, 0])
+        asked = work.answers([trees], [others.nonzero()[:, 0]])
         asked[noisy] = answers
         return {"asked": asked}
 
@@ -183,11 +169,10 @@ def forest_answers(work: Work, posterior: Tensor) -> Tensor:
     Its answers are out of bag: no label of the row itself has a part in them, though q of other rows rests on all
     trusted labels of the view.
     """
-    rows = torch.cat([work.noisy, work.trusted])
+    rows, (q, weight) = work.every, soft_labels(work, posterior)
     work.fitting(FOREST_EXPERT, FOREST, len(rows))
-    q, weight = soft_labels(work, posterior)
-    answers = forest(vectors(work, rows), q[rows], weight[rows], seed=work.config.seed + work.shift)[1]
-    asked = work.no_answers()
+    answers = forest(work.vectors(rows), q[rows], weight[rows], seed=work.config.seed + work.shift)[1]
+    asked = work.answers()
     asked[rows] = answers
     return asked
 
@@ -292,11 +277,8 @@ def fold_models(works: Sequence[Work], firsts: Sequence[Opinion], halves: Sequen
         networks = iter(works[0].fit(flat, plan, "fold models", seeds=seeds))
         found = []
         for work in works:
-            asked = torch.stack([work.no_answers() for _ in PRESETS])
-            for answers in asked:
-                for half in (0, 1):
-                    ask = work.crossed(1 - half)
-                    answers[ask] = predict(next(networks), work.inputs, ask)
+            ask = work.crossed(1), work.crossed(0)
+            asked = torch.stack([work.answers((next(networks), next(networks)), ask) for _ in PRESETS])
             right = asked[:, work.trusted, work.given[work.trusted]]
             losses = -(right.double() + 1e-6).log().mean(1)
             found.append({"asked": asked[losses.argmin()], "losses": losses, "best": losses.argmin()})

@@ -7,7 +7,7 @@ that looks at trusted labels is done again in each view, and the fold that was l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from hyperkron.cleaning.config import BOOSTED, CleanConfig
 from hyperkron.cleaning.evidence import certain
 from hyperkron.cleaning.models.trees import MAX_SAMPLE
 from hyperkron.cleaning.stages import Stages, Tensors
-from hyperkron.cleaning.trainer import Inputs, TrainingPlan, TrainingTargets
+from hyperkron.cleaning.trainer import Dense, Inputs, TrainingPlan, TrainingTargets, predict
 
 MANY_ROWS = 3
 """There are many rows where a plain training takes this many times the least number of steps."""
@@ -130,6 +130,11 @@ class Work:
         """Tell that trees of this kind are fitted to this many rows."""
         self.begin_fit(name, fit_steps(kind, rows, self.classes))
 
+    @property
+    def every(self) -> Tensor:
+        """The noisy rows, then the trusted ones."""
+        return torch.cat([self.noisy, self.trusted])
+
     def side(self, half: int, which: Tensor) -> Tensor:
         """Those of the rows that lie in this half."""
         return which[self.fold[which] == half]
@@ -138,9 +143,17 @@ class Work:
         """The noisy rows of this half and the trusted rows of the other."""
         return torch.cat([self.side(half, self.noisy), self.side(1 - half, self.trusted)])
 
-    def no_answers(self) -> Tensor:
-        """Zeros (rows, C), to be filled with what a model says of some rows."""
-        return torch.zeros(len(self.given), self.classes, device=self.device)
+    def answers(self, models: Iterable[nn.Module] = (), asked: Iterable[Tensor] = ()) -> Tensor:
+        """What models say (rows, C), each of the rows it is asked about; zeros for all others."""
+        found = torch.zeros(len(self.given), self.classes, device=self.device)
+        for model, rows in zip(models, asked, strict=True):
+            found[rows] = predict(model, self.inputs, rows)
+        return found
+
+    def vectors(self, rows: Tensor) -> Tensor:
+        """The inputs of rows as trees take them (n, d)."""
+        assert isinstance(self.inputs, Dense)
+        return self.inputs.values[rows].flatten(1)
 
     def labelled(self, rows: Tensor) -> Tensor:
         """Those of the rows that have a label."""
@@ -155,6 +168,10 @@ class Work:
     def known(self, rows: Tensor) -> Tensor:
         """The evidence that takes the labels as they are given."""
         return certain(self.given[rows], self.classes)
+
+    def as_given(self, rows: Tensor, weight: Tensor | None = None) -> TrainingTargets:
+        """The rows with their labels as they are given."""
+        return TrainingTargets(rows, self.known(rows), weight)
 
     def fit(
         self, targets: list[TrainingTargets], plan: TrainingPlan, name: str, *, seeds: list[int]
