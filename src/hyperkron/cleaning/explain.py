@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
@@ -21,10 +21,8 @@ from hyperkron.cleaning.data.arrow import PREFIX
 from hyperkron.cleaning.data.files import existing
 from hyperkron.cleaning.data.sources import split_source
 from hyperkron.cleaning.fields import read_result
-from hyperkron.cleaning.folder import RunFolder, shown
-from hyperkron.cleaning.own import EstimatorModel
-from hyperkron.cleaning.result import Learnt
-from hyperkron.cleaning.trainer import Inputs, predict
+from hyperkron.cleaning.folder import shown
+from hyperkron.cleaning.trainer import Inputs, TrainingTargets, predict, train
 from hyperkron.hypergradient import Implicit
 from hyperkron.losses import Loss
 from hyperkron.solution import HyperkronError
@@ -104,7 +102,7 @@ def explain(
         count: rows for and rows against each prediction. Default: 5.
         method: how A⁻¹ is applied; the default is that of ``attribute``.
         model: the same function as for ``clean``, if the run used one.
-        progress: object that shows progress; None shows nothing.
+        progress: object that shows progress; None shows a bar on a terminal and in a notebook.
     """
     check_whole("count", count)
     out = Path(out)
@@ -114,18 +112,13 @@ def explain(
         )
     if isinstance(queries, (str, os.PathLike)) and not os.fspath(queries).startswith(PREFIX):
         existing(split_source(os.fspath(queries))[0], "queries")  # told before the run is read again
-    result = reopened(out, model, progress, writes=False).result()
-    if isinstance(result.model, EstimatorModel):
-        raise HyperkronError(
-            f"out={str(out)!r}: its model is an estimator of your own, and only networks can be explained; run clean() "
-            "with a network, model=..., to get one."
-        )
-    assert result.learnt is not None and result.transform is not None
-    learnt, network = result.learnt(), result.model
-    reading = RunFolder(out, new=False).read_config()["source"]["reading"]
-    rows, labels, messages = _read(queries, learnt.parts[0], result.transform.form, reading)
+    run = reopened(out, model, progress, writes=False)
+    result = run.result()
+    learnt, work, transform = run.learnt(result.chosen), run.work, run.prepared.transform
+    network, reading = result.model, run.folder.read_config()["source"]["reading"]
+    rows, labels, messages = _read(queries, run.parts[0], transform.form, reading)
     if not any(True for _ in network.parameters()):
-        network = learnt.network()
+        network = train(work.build, work.inputs, learnt, work.plan, seed=work.config.seed)
         messages.append(
             "The model of this run is a tree ensemble, which has no gradients: a network was trained on the cleaned "
             "labels and is explained in its place. Its predictions may differ from those of the trees."
@@ -133,14 +126,14 @@ def explain(
     if len(rows.rows) > MAX_QUERIES:
         messages.append(f"The first {MAX_QUERIES} of {len(rows.rows)} queries are explained.")
     device = next(network.parameters()).device
-    asked = result.transform(rows.inputs[:MAX_QUERIES], device)
-    found, predicted = _scores(network, learnt, asked, method)
+    asked = transform(rows.inputs[:MAX_QUERIES], device)
+    found, predicted = _scores(network, work.inputs, learnt, asked, method)
     explained = []
     for q, (probability, best) in enumerate(zip(*predicted.max(1), strict=True)):
-        sides = [_witnesses(side(q, count), learnt) for side in (found.helpful, found.harmful)]
-        said, content = result.classes[int(best)], shown(learnt.parts[0], rows.inputs[q])
+        sides = [_witnesses(side(q, count), run.parts, learnt) for side in (found.helpful, found.harmful)]
+        said, content = result.classes[int(best)], shown(run.parts[0], rows.inputs[q])
         explained.append(Explained(int(rows.rows[q]), labels[q], said, float(probability), content, *sides))
-    return Explanation(out.resolve().name, learnt.parts[0].kind, explained, messages, found)
+    return Explanation(out.resolve().name, run.parts[0].kind, explained, messages, found)
 
 
 def _read(
@@ -158,31 +151,31 @@ def _read(
     return found, [found.classes[int(label)] for label in found.labels], [*found.messages]
 
 
-def _scores(network: nn.Module, learnt: Learnt, asked: Inputs, method: Implicit | None) -> tuple[Attribution, Tensor]:
+def _scores(
+    network: nn.Module, inputs: Inputs, learnt: TrainingTargets, asked: Inputs, method: Implicit | None
+) -> tuple[Attribution, Tensor]:
     """The scores of the rows that the network learnt from, and the probabilities it gives to queries."""
-    targets = learnt.targets
-    predicted = predict(network, asked, torch.arange(len(asked), device=targets.rows.device))
+    predicted = predict(network, asked, torch.arange(len(asked), device=learnt.rows.device))
     answers = predicted.argmax(1)
 
     def query_loss(model: nn.Module, part: Tensor) -> Loss:
         return losses.cross_entropy(model(*asked.batch(part)), answers[part])
 
     def training_loss(model: nn.Module, part: Tensor) -> Loss:
-        return targets.objective(model(*learnt.inputs.batch(targets.rows[part])), part)
+        return learnt.objective(model(*inputs.batch(learnt.rows[part])), part)
 
-    positions, queries = torch.arange(len(targets.rows)), torch.arange(len(asked))
+    positions, queries = torch.arange(len(learnt.rows)), torch.arange(len(asked))
     found = attribute(training_loss, network, positions, queries, query_loss=query_loss, method=method)
     return found, predicted.cpu()
 
 
-def _witnesses(pairs: list[tuple[int, float]], learnt: Learnt) -> list[Witness]:
+def _witnesses(pairs: list[tuple[int, float]], parts: Sequence[Labelled], learnt: TrainingTargets) -> list[Witness]:
     """Positions in what the network learnt from, as rows of the sources."""
-    train, trusted = learnt.parts[:2]
-    found = []
+    (noisy, trusted), found = parts[:2], list[Witness]()
     for position, score in pairs:
-        i = int(learnt.targets.rows[position])
-        part, i = (train, i) if i < len(train) else (trusted, i - len(train))
-        label, learnt_as = int(part.labels[i]), int(learnt.targets.evidence[position].argmax())
+        i = int(learnt.rows[position])
+        part, i = (noisy, i) if i < len(noisy) else (trusted, i - len(noisy))
+        label, learnt_as = int(part.labels[i]), int(learnt.evidence[position].argmax())
         names = part.classes[label], part.classes[learnt_as]
         found.append(Witness(int(part.rows[i]), *names, part is trusted, score, shown(part, part.inputs[i])))
     return found

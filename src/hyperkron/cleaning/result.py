@@ -8,7 +8,6 @@ import platform
 import resource
 import sys
 import warnings
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from hyperkron.cleaning.given import USED, Given
 from hyperkron.cleaning.method import Outcome
 from hyperkron.cleaning.prepare import InputTransform
 from hyperkron.cleaning.recorded import installed_version
-from hyperkron.cleaning.trainer import Inputs, TrainingPlan, TrainingTargets, device_of, predict
+from hyperkron.cleaning.trainer import TrainingPlan, device_of, predict
 from hyperkron.cleaning.work import Work
 from hyperkron.solution import HyperkronError, HyperkronWarning
 
@@ -34,19 +33,6 @@ SUSPECT_THRESHOLD = 0.5
 """A row whose label is more likely wrong than right is a suspect."""
 SHOWN_SUSPECTS = 5
 """Suspects that a notebook shows."""
-
-
-@dataclass(frozen=True)
-class Learnt:
-    """What the network that won was trained on: the rows as they were read, their inputs, and the targets.
-
-    ``network`` trains one on them, where trees have won.
-    """
-
-    parts: list[Labelled]
-    inputs: Inputs
-    targets: TrainingTargets
-    network: Callable[[], nn.Module]
 
 
 @dataclass(repr=False)
@@ -87,7 +73,6 @@ class CleanResult:
     summary: dict[str, Any] = field(default_factory=dict)
     folder: Path | None = None
     transform: InputTransform | None = None
-    learnt: Callable[[], Learnt] | None = None
 
     @classmethod
     def of(

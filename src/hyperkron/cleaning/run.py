@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from hyperkron.cleaning.prepare import Prepared, prepare
 from hyperkron.cleaning.result import (
     SUSPECT_THRESHOLD,
     CleanResult,
-    Learnt,
     about_run,
     candidate_seconds,
     history,
@@ -40,7 +38,7 @@ from hyperkron.cleaning.result import (
 )
 from hyperkron.cleaning.sources import model_name
 from hyperkron.cleaning.stages import in_turn
-from hyperkron.cleaning.trainer import Dense, TrainingPlan, predict, train
+from hyperkron.cleaning.trainer import Dense, TrainingPlan, TrainingTargets, predict
 from hyperkron.cleaning.work import Work, fit_steps, folds
 from hyperkron.solution import HyperkronWarning
 from hyperkron.training.signals import Interrupted, Signals
@@ -353,15 +351,11 @@ class CleaningRun:
             network,
             folder=self.folder.path if self.folder.kept else None,
             transform=self.prepared.transform,
-            learnt=lambda: self._learnt(chosen),
         )
 
-    def _learnt(self, chosen: str) -> Learnt:
+    def learnt(self, chosen: str) -> TrainingTargets:
         """What the winner learnt from; trees, which select rows of their own, count as ours."""
-        work = self.work
-        targets = targets_for(OURS if chosen in TREES else chosen, work, self.outcome)
-        network = partial(train, work.build, work.inputs, targets, work.plan, seed=work.config.seed)
-        return Learnt(self.parts, work.inputs, targets, network)
+        return targets_for(OURS if chosen in TREES else chosen, self.work, self.outcome)
 
     def _about_inputs(self) -> dict[str, Any]:
         """What a later reader needs, beside tensors, to make inputs of new rows and to build the network."""
