@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from hyperkron.collectives import ONE_PROCESS, Group
 from hyperkron.losses import Loss, Term
@@ -97,7 +98,7 @@ def check_problem(problem: object) -> None:
 
 
 class Both(nn.Module):
-    """θ and λ in one module, so that ``torch.func.functional_call`` can substitute parameters of either."""
+    """θ and λ in one module, so that :func:`call_with` can substitute parameters of either."""
 
     def __init__(self, model: nn.Module, hyper: nn.Module) -> None:
         super().__init__()
@@ -105,6 +106,18 @@ class Both(nn.Module):
 
     def forward(self, function: Objective, batch: Any) -> Loss | Tensor:
         return function(self.model, self.hyper, batch)
+
+
+def call_with(module: nn.Module, values: dict[str, Tensor], *args: Any) -> Any:
+    """``module(*args)`` with ``values`` in place of the parameters of these names, wherever they are used.
+
+    With its default ``tie_weights=True`` torch substitutes twice in a module that is registered under two names, and
+    leaves its substitute there.
+    """
+    given = {id(p): values[name] for name, p in module.named_parameters() if name in values}
+    uses = ((f"{path}.{name}", p) for path, part in module.named_modules() for name, p in part._parameters.items())
+    found = {name.removeprefix("."): given[id(p)] for name, p in uses if id(p) in given}
+    return functional_call(module, found, args, tie_weights=False)
 
 
 def rows(terms: Sequence[Term], examples: int) -> tuple[float, ...]:

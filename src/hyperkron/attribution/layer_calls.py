@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
-from torch.func import functional_call, vjp, vmap
+from torch.func import vjp, vmap
 
 from hyperkron import trees
 from hyperkron.curvature.base import Eigenbasis
@@ -19,6 +19,7 @@ from hyperkron.curvature.kfac.coverage import Block
 from hyperkron.curvature.kfac.grams import reached, rows_in_basis
 from hyperkron.curvature.kfac.kept import LayerGradients
 from hyperkron.curvature.kfac.layers import cast_floating
+from hyperkron.problem import call_with
 from hyperkron.solution import HyperkronError
 from hyperkron.trees import Tree
 
@@ -248,7 +249,7 @@ class ModuleCall(LayerCall):
 
         def pulled(one: Tensor, gradient: Tensor) -> dict[str, Tensor]:
             one = one.to(dtype) if one.is_floating_point() else one
-            made, back = vjp(lambda p: functional_call(self.module, p, (one[None],)), self.own)[:2]
+            made, back = vjp(lambda p: call_with(self.module, p, one[None]), self.own)[:2]
             found: dict[str, Tensor] = back(gradient[None].to(made.dtype))[0]
             return found
 

@@ -16,7 +16,6 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from hyperkron.batch_tensors import tensors_of
 from hyperkron.evaluation import sharded
@@ -29,7 +28,7 @@ from hyperkron.kernels.execution import Execution
 from hyperkron.kernels.graphs import GeneratorCopies, modules_of
 from hyperkron.kernels.selection import LayoutError, WithoutAutocast, evaluate, small, twice_differentiable
 from hyperkron.losses import Loss, as_loss
-from hyperkron.problem import BilevelProblem, Both, check_problem
+from hyperkron.problem import BilevelProblem, Both, call_with, check_problem
 from hyperkron.sharding import is_sharded
 from hyperkron.solution import HyperkronError, NonFiniteError
 from hyperkron.trees import HALF_TYPES, Tree
@@ -210,7 +209,7 @@ class Point:
                 else:
                     named = {f"model.{name}": p for name, p in params.items()}
                     with differentiable_checkpoints(keep=True):
-                        value = functional_call(Both(self.model, self.hyper), named, (function, batch))
+                        value = call_with(Both(self.model, self.hyper), named, function, batch)
             self.met_autocast = self.met_autocast or (mode is not None and mode.met_autocast)
             return value
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from hyperkron.algorithms.derivatives import kept_buffers
 from hyperkron.batch_tensors import map_tensors, tensors_of
@@ -22,7 +21,7 @@ from hyperkron.evaluation.point import Level
 from hyperkron.kernels.checkpoints import differentiable_checkpoints
 from hyperkron.kernels.selection import WithoutAutocast, twice_differentiable
 from hyperkron.losses import Loss, as_loss
-from hyperkron.problem import BilevelProblem, Both, Objective, check_problem, rows, shares
+from hyperkron.problem import BilevelProblem, Both, Objective, call_with, check_problem, rows, shares
 from hyperkron.sharding import is_sharded
 from hyperkron.solution import HyperkronError
 from hyperkron.training.randomness import random_state, same_random_state, set_random_state
@@ -177,7 +176,7 @@ class _Work:
         for part in self.parts:
             without = WithoutAutocast(kind) if self.without else contextlib.nullcontext()
             with torch.autocast(kind, dtype, enabled=enabled), without, differentiable_checkpoints(keep=True):
-                loss = as_loss(functional_call(self.both, substitutes, (self.function, part)))
+                loss = as_loss(call_with(self.both, substitutes, self.function, part))
             yield loss, rows(loss.terms, length(part))
 
     def value(self) -> Tensor:

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.forward_ad import unpack_dual
-from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
 from hyperkron.batch_tensors import map_tensors, tensors_of
@@ -26,7 +25,7 @@ from hyperkron.evaluation.point import Level
 from hyperkron.evaluation.sharded import check, gathering, reshard, units
 from hyperkron.kernels.checkpoints import differentiable_checkpoints
 from hyperkron.losses import BatchPlace, Loss, as_loss
-from hyperkron.problem import BilevelProblem, Both, Objective, check_problem
+from hyperkron.problem import BilevelProblem, Both, Objective, call_with, check_problem
 from hyperkron.sharding import is_sharded
 from hyperkron.solution import HyperkronError, warn_once
 from hyperkron.training.accumulation import Accumulated, batch_norms, check_is_mean, length
@@ -146,7 +145,7 @@ class _Divided:
             seen |= replicated(self.group, here)
         alike = differentiable_checkpoints(keep=True)
         with _own_draws(self.group.rank, device), alike, gathering(model, self.group):
-            loss = as_loss(functional_call(both, seen, (self.function, part)), self.level)
+            loss = as_loss(call_with(both, seen, self.function, part), self.level)
         return self._whole(loss, part, {id(x): live[name] for name, x in seen.items()})
 
     def _whole(self, loss: Loss, part: Any, own: dict[int, Tensor]) -> Loss:
