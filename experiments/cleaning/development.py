@@ -121,8 +121,7 @@ def measure(job: Job, rda: Path) -> dict[str, Any]:
     with run.working() as work:
         [outcome] = clean_labels([work])
         told = learners.learner_scores(work, outcome)
-        assert outcome.cleaned_forest is not None
-        bag = learners.row_scores(work, outcome, outcome.cleaned_forest)
+        bag = learners.row_scores(work, outcome, outcome.experts["cleaned forest"])
         everything = work.every
         q, models = outcome.final.posterior, dict[str, torch.nn.Module]()
         models |= {kind: learners.grow(kind, work, everything, q) for kind in (FOREST, BOOSTED)}

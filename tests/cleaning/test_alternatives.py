@@ -49,7 +49,8 @@ def views(**more: Any) -> tuple[Work, Outcome]:
     right = torch.stack([x < 0, x > 0], 1).float() * 0.8 + 0.1
     nothing: Any = None
     opinion = Opinion(nothing, nothing, nothing, right[:20].log(), torch.zeros(20, 2), right[:20])
-    return work, Outcome(opinion, opinion, right, right, right, right, (0.35, 1.0, 0.3), right, right)
+    experts = dict.fromkeys(("trusted", "noisy", "matrix", "forest", "fold models", "cleaned forest"), right)
+    return work, Outcome(opinion, opinion, experts, (0.35, 1.0, 0.3), right[:20].log())
 
 
 def test_sama_warns_of_no_optimizer_that_is_not_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +66,7 @@ def test_sama_warns_of_no_optimizer_that_is_not_the_users(monkeypatch: pytest.Mo
 def test_gold_loss_correction_by_hand() -> None:
     work, outcome = views()
     shown = torch.tensor([[0.9, 0.1], [0.7, 0.3], [0.8, 0.2], [0.4, 0.6], [0.4, 0.6], [0.1, 0.9]])
-    outcome.noisy_expert[TRUSTED] = shown
+    outcome.experts["noisy"][TRUSTED] = shown
     matrix = torch.tensor([[0.8, 0.2], [0.3, 0.7]])
     found = targets_for("gold-loss", work, outcome)
     assert torch.equal(found.rows, torch.arange(26))

@@ -49,7 +49,8 @@ def opinion_of(log_p: Tensor) -> Opinion:
 def outcome_of(log_p: Tensor, gamma: float = 1.0, fold_models: Tensor | None = None) -> Outcome:
     even = torch.full((12, 3), 1 / 3)
     first, final = opinion_of(log_p.flip(0)), opinion_of(log_p)
-    return Outcome(first, final, even, even, even, even if fold_models is None else fold_models, (0.5, 0.8, gamma))
+    experts = {"noisy": even, "fold models": even if fold_models is None else fold_models}
+    return Outcome(first, final, experts, (0.5, 0.8, gamma), half_opinion=first.log_p)
 
 
 def test_the_loss_is_the_weighted_sum_of_both_terms() -> None:

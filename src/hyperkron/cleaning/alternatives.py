@@ -35,8 +35,8 @@ from hyperkron.training import Box, fit
 BLIND = ("noisy",)
 """Candidates that look at no trusted row, so that one network serves all views."""
 
-TREES = ("forest", "boosted")
-"""Candidates that are trees, for tables."""
+TREES = {"forest": FOREST, "boosted": BOOSTED}
+"""Candidates that are trees, for tables, and of which kind."""
 GOLD_SHARE = 0.25
 """Of gold loss correction: the trusted rows together count at least this part of the noisy ones."""
 SAMA_STEPS, SAMA_ROWS, SAMA_RATE = 40, 2048, 0.05
@@ -87,7 +87,7 @@ def targets_for(name: str, work: Work, outcome: Outcome) -> TrainingTargets:
         with seeded(work.config.seed, work.device):
             weight = _Sama(work).weights()
     else:
-        expert = outcome.noisy_expert if name == "small-loss" else outcome.trusted_expert
+        expert = outcome.experts["noisy" if name == "small-loss" else "trusted"]
         weight = of_label(expert[noisy], work.given[noisy])
     return work.as_given(rows, torch.cat([weight, torch.ones(len(trusted), device=work.device)]))
 
@@ -97,13 +97,12 @@ def _kept(name: str, work: Work, outcome: Outcome) -> Tensor:
     noisy = work.labelled(work.noisy)
     given = work.given[noisy]
     if name == "cleanlab":
-        kept = _kept_by_cleanlab(outcome.noisy_expert[noisy], given)
+        kept = _kept_by_cleanlab(outcome.experts["noisy"][noisy], given)
     elif name == "neighbours":
         votes = neighbour_votes(work.vectors(noisy), given, work.classes, seed=work.config.seed)
         kept = (votes.argmax(1) == given).nonzero()[:, 0]
     else:
-        assert outcome.noisy_forest is not None
-        kept = confident(outcome.noisy_forest[noisy], given)
+        kept = confident(outcome.experts["forest"][noisy], given)
     return torch.cat([noisy[kept], work.trusted])
 
 
@@ -141,7 +140,7 @@ def _without_network(name: str, work: Work, outcome: Outcome, stage: str) -> nn.
             weight[: len(q)] = certainty(q, work.given[work.noisy])
         return fit_estimator(work.estimator, work.vectors(rows), labels, weight, work.classes).eval()
     rows = _kept(name, work, outcome)
-    work.fitting(stage, BOOSTED if name == "boosted" else FOREST, len(rows))
+    work.fitting(stage, TREES[name], len(rows))
     if name == "boosted":
         return trees.boosted(work.vectors(rows), work.given[rows], work.classes, seed=work.config.seed).eval()
     labels = one_hot(work.given[rows], work.classes).float()
@@ -157,7 +156,7 @@ def _gold_loss(work: Work, outcome: Outcome) -> TrainingTargets:
         Hendrycks et al., 2018, "Using trusted data to train deep networks on labels corrupted by severe noise".
     """
     noisy, trusted, sure = work.labelled(work.noisy), work.trusted, work.given[work.trusted]
-    matrix = noise_matrix_from_trusted(outcome.noisy_expert[trusted], sure, work.classes, strength=1e-6)
+    matrix = noise_matrix_from_trusted(outcome.experts["noisy"][trusted], sure, work.classes, strength=1e-6)
     evidence = torch.cat([label_evidence(matrix, work.given[noisy]), work.known(trusted)])
     gold = max(1.0, GOLD_SHARE * len(noisy) / len(trusted))
     weight = torch.cat([torch.ones(len(noisy)), torch.full((len(trusted),), gold)]).to(work.device)

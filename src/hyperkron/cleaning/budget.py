@@ -87,8 +87,7 @@ Fit = tuple[str, int]
 def tree_fits(work: Work, names: list[str], test: bool) -> list[Fit]:
     """The fits of trees of a whole run: of the method, and of the candidates among ``names``."""
     views, rows = len(work.views()), len(work.noisy) + len(work.trusted)
-    kinds = {"forest": FOREST, "boosted": BOOSTED}
-    found = [(kinds[name], rows) for name in names if name in TREES for _ in range(views + test)]
+    found = [(TREES[name], rows) for name in names if name in TREES for _ in range(views + test)]
     if work.trees:  # the noisy forest, and those of the cleaned labels
         found += [(FOREST, rows)] * (2 + views)
     if work.trees and work.tree_model:  # both kinds of each half are asked; at most one is fitted to all rows

@@ -67,10 +67,12 @@ def row_scores(work: Work, outcome: Outcome, answers: Tensor) -> Tensor:
 
 def learner_scores(work: Work, outcome: Outcome) -> dict[str, Tensor]:
     """For each learner the terms of S(f), asked of models that had not seen the labels."""
-    assert outcome.half_opinion is not None
     q = (outcome.half_opinion + outcome.first.log_likelihood).softmax(1)
     answers = {kind: half_answers(kind, work, q) for kind in (FOREST, BOOSTED)}
-    return {kind: row_scores(work, outcome, asked) for kind, asked in {NETWORK: outcome.fold_models, **answers}.items()}
+    return {
+        kind: row_scores(work, outcome, asked)
+        for kind, asked in {NETWORK: outcome.experts["fold models"], **answers}.items()
+    }
 
 
 def clearly_best(scores: dict[str, Tensor]) -> str:

@@ -287,15 +287,15 @@ def fold_models(works: Sequence[Work], firsts: Sequence[Opinion], halves: Sequen
     return staged(works, "fold-models", compute)
 
 
-def cleaned_forests(works: Sequence[Work], firsts: Sequence[Opinion]) -> list[Tensor | None]:
-    """The opinion of forests of the posterior in each view; None where there are no trees."""
+def cleaned_forests(works: Sequence[Work], firsts: Sequence[Opinion]) -> list[Tensors]:
+    """The expert ``cleaned forest`` of each view, a forest of the posterior; none where there are no trees."""
 
     def compute() -> list[Tensors]:
         return [{"asked": forest_answers(w, first.posterior)} for w, first in zip(works, firsts, strict=True)]
 
     if not works[0].trees:
-        return [None] * len(works)
-    return [found["asked"] for found in staged(works, "cleaned-forest", compute)]
+        return [{} for _ in works]
+    return [{"cleaned forest": found["asked"]} for found in staged(works, "cleaned-forest", compute)]
 
 
 @dataclass(frozen=True)
@@ -304,22 +304,17 @@ class Outcome:
 
     Attributes:
         first, final: the opinions without and with the fold models.
-        trusted_expert, noisy_expert, matrix_expert, fold_models: opinions (rows, C) on rows each had not seen.
+        experts: opinions (rows, C) on rows that each had not seen: ``trusted``, ``noisy``, ``matrix``, ``fold models``;
+            where there are trees ``forest`` and ``cleaned forest``; where the user gave some ``probabilities``.
         scale: κ, β and γ.
-        noisy_forest, cleaned_forest: opinions of forests; None where there are none.
         half_opinion: log p̄ of the noisy rows that the fold models learnt from (N, C).
     """
 
     first: Opinion
     final: Opinion
-    trusted_expert: Tensor
-    noisy_expert: Tensor
-    matrix_expert: Tensor
-    fold_models: Tensor
+    experts: Tensors
     scale: tuple[float, float, float]
-    noisy_forest: Tensor | None = None
-    cleaned_forest: Tensor | None = None
-    half_opinion: Tensor | None = None
+    half_opinion: Tensor
 
     def targets(self, work: Work, rows: Tensor) -> TrainingTargets:
         """What the network learns of these rows."""
@@ -335,29 +330,27 @@ class Outcome:
         cross-entropy and entropy of what they predict. Where they are surer than they are right by more than that, more
         training would fit the noise.
         """
-        surplus = overconfidence(self.fold_models[work.trusted], work.given[work.trusted]) - CONFIDENCE_MARGIN
+        told = self.experts["fold models"][work.trusted]
+        surplus = overconfidence(told, work.given[work.trusted]) - CONFIDENCE_MARGIN
         return plan.faster(LEARNING_RATE_BOOST) if len(work.trusted) * surplus + PRIOR_LOSS < 0 else plan
 
 
 def clean_labels(works: Sequence[Work]) -> list[Outcome]:
     """For each view everything up to the verdict on each row and the evidence for the network."""
-    alone, noisy = trusted_expert(works), noisy_expert(works)
-    alone = [  # not in place: they are a stage
-        {name: with_unseen(told, said, work.given[work.trusted]) for name, told in a.items()}
-        for work, a, said in zip(works, alone, noisy, strict=True)
-    ]
-    matrix = matrix_expert(works, noisy)
-    trees = noisy_forest(works[0]) if works[0].trees else None
-    more = [p for p in (trees, works[0].probabilities) if p is not None]
-    experts = [[a["asked"], said, m, *more] for a, said, m in zip(alone, noisy, matrix, strict=True)]
-    firsts = [opinion(work, told, said) for work, told, said in zip(works, experts, noisy, strict=True)]
-    halved = [a["halved"] for a in alone]
-    halves = [half_opinion(*view) for view in zip(works, firsts, halved, strict=True)]
-    learnt, grown = fold_models(works, firsts, halves), cleaned_forests(works, firsts)
+    first, alone, noisy = works[0], trusted_expert(works), noisy_expert(works)
+    matrices = matrix_expert(works, noisy)
+    shared = {"forest": noisy_forest(first)} if first.trees else {}
+    shared |= {} if first.probabilities is None else {"probabilities": first.probabilities}
+    experts, firsts, halves = list[Tensors](), list[Opinion](), list[Tensor]()
+    for work, a, said, matrix in zip(works, alone, noisy, matrices, strict=True):
+        known, halved = (with_unseen(a[name], said, work.given[work.trusted]) for name in ("asked", "halved"))
+        experts.append({"trusted": known, "noisy": said, "matrix": matrix, **shared})
+        firsts.append(opinion(work, [*experts[-1].values()], said))
+        halves.append(half_opinion(work, firsts[-1], halved))
     found = []
-    views = zip(works, experts, noisy, firsts, halves, learnt, grown, strict=True)
-    for work, told, said, first, half, own, cleaned in views:
-        final = opinion(work, [*told, own["asked"], *([] if cleaned is None else [cleaned])], said)
-        networks = told[0], said, told[2], own["asked"]
-        found.append(Outcome(first, final, *networks, PRESETS[int(own["best"])], trees, cleaned, half))
+    learnt = zip(fold_models(works, firsts, halves), cleaned_forests(works, firsts), strict=True)
+    for i, (own, grown) in enumerate(learnt):
+        told = experts[i] | {"fold models": own["asked"]} | grown
+        final = opinion(works[i], [*told.values()], told["noisy"])
+        found.append(Outcome(firsts[i], final, told, PRESETS[int(own["best"])], halves[i]))
     return found

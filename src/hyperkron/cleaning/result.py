@@ -298,8 +298,7 @@ def run_seconds(seconds: dict[str, float], work: Work) -> dict[str, float]:
 def history(outcome: Outcome, work: Work) -> Tensor:
     """How much each row was believed along the way: 1 at first, then by each expert, then after the first pooling."""
     given = work.given[work.noisy]
-    experts = [outcome.trusted_expert, outcome.noisy_expert, outcome.matrix_expert]
-    believed = [of_label(p[work.noisy], given) for p in experts]
+    believed = [of_label(outcome.experts[name][work.noisy], given) for name in ("trusted", "noisy", "matrix")]
     pooled = of_label(outcome.first.posterior, given)
     return torch.stack([torch.ones_like(believed[0]), *believed, pooled], dim=1)
 
