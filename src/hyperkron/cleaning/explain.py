@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from hyperkron.cleaning.data import InputForm, Labelled, NewRows, ReadOptions, r
 from hyperkron.cleaning.data.arrow import PREFIX
 from hyperkron.cleaning.data.files import existing
 from hyperkron.cleaning.data.sources import split_source
-from hyperkron.cleaning.fields import read_result
+from hyperkron.cleaning.fields import read_result, resume_command
 from hyperkron.cleaning.folder import shown
 from hyperkron.cleaning.trainer import Inputs, TrainingTargets, predict, train
 from hyperkron.hypergradient import Implicit
@@ -107,9 +106,7 @@ def explain(
     check_whole("count", count)
     out = Path(out)
     if read_result(out).items("unfinished"):
-        raise HyperkronError(
-            f"out={str(out)!r}: the run has not finished; continue it with `hyperkron resume {quote(str(out))}`."
-        )
+        raise HyperkronError(f"out={str(out)!r}: the run has not finished; continue it with {resume_command(out)}.")
     if isinstance(queries, (str, os.PathLike)) and not os.fspath(queries).startswith(PREFIX):
         existing(split_source(os.fspath(queries))[0], "queries")  # told before the run is read again
     run = reopened(out, model, progress, writes=False)

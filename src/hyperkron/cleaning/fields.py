@@ -176,13 +176,18 @@ def read_object(file: Path, missing: str) -> Fields:
     return parse(text, file)
 
 
+def resume_command(folder: Path) -> str:
+    """What continues the run in a folder, for messages."""
+    return f"`hyperkron resume {quote(str(folder))}`"
+
+
 def read_result(folder: Path) -> Fields:
     """The content of result.json."""
     if not folder.is_dir():
         raise HyperkronError(f"run_folder={str(folder)!r} is not a folder; name one that `hyperkron clean` wrote.")
     file = folder / "result.json"
-    why = f"the run has not finished; continue it with `hyperkron resume {quote(str(folder))}`"
-    result = read_object(file, f"run_folder={str(folder)!r} has no result.json: {why}.")
+    why = f"the run has not finished; continue it with {resume_command(folder)}."
+    result = read_object(file, f"run_folder={str(folder)!r} has no result.json: {why}")
     found = result.raw.get("format")
     if found != FORMAT or isinstance(found, bool):
         raise HyperkronError(

@@ -9,7 +9,6 @@ import io
 import json
 import os
 import secrets
-import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 
 from hyperkron.cleaning.data import Labelled, RowHashes
 from hyperkron.cleaning.data.kept import csv_line
-from hyperkron.cleaning.fields import FORMAT, REMEDY, read_object
+from hyperkron.cleaning.fields import FORMAT, REMEDY, read_object, resume_command
 from hyperkron.cleaning.recorded import digest
 from hyperkron.cleaning.stages import SharedStages, Stages
 from hyperkron.solution import HyperkronError
@@ -169,7 +168,7 @@ class RunFolder:
     def _then(self) -> str:
         """What to do after freeing space on a disk that was full."""
         begun = (self.path / "config.json").exists()
-        return f"then continue with `hyperkron resume {shlex.quote(str(self.path))}`" if begun else ""
+        return f"then continue with {resume_command(self.path)}" if begun else ""
 
     def log(self, event: str, **fields: Any) -> None:
         """Add one line to log.jsonl."""

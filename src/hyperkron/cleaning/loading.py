@@ -7,14 +7,13 @@ import io
 import math
 from collections.abc import Callable
 from pathlib import Path
-from shlex import quote
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from hyperkron.cleaning.data import InputForm
-from hyperkron.cleaning.fields import FORMAT, REMEDY, parse, read_object, read_result, read_text
+from hyperkron.cleaning.fields import FORMAT, REMEDY, parse, read_object, read_result, read_text, resume_command
 from hyperkron.cleaning.given import Given
 from hyperkron.cleaning.models import TextEncoder
 from hyperkron.cleaning.models.trees import rebuilt
@@ -116,8 +115,7 @@ def finished_rows(folder: Path) -> list[CsvRow]:
     rows = read_rows(folder)
     if rows is None:
         raise HyperkronError(
-            f"run={str(folder)!r} has no rows.csv: it has not finished; continue with "
-            f"`hyperkron resume {quote(str(folder))}`."
+            f"run={str(folder)!r} has no rows.csv: it has not finished; continue with {resume_command(folder)}."
         )
     return rows
 
@@ -137,8 +135,7 @@ def _predictor(
     folder: Path, model: Callable[[], nn.Module] | None, encoder: str | None, device: str
 ) -> tuple[InputTransform, nn.Module]:
     """What makes inputs of new rows, and the network."""
-    how = f"`hyperkron resume {quote(str(folder))}`"
-    why = f"it was made by an earlier version, or has not finished; finish it with {how}"
+    why = f"it was made by an earlier version, or has not finished; finish it with {resume_command(folder)}"
     about = read_object(folder / "inputs.json", f"run={str(folder)!r} has no inputs.json: {why}.")
     refuse_other_model({"model": about.text("model") or None}, model)
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hyperkron.cleaning.fields import resume_command
 from hyperkron.solution import HyperkronError, warn_once
 from hyperkron.training.encoding import DamagedCheckpoint
 from hyperkron.training.files import TensorFile, put_tensors, read_json
@@ -85,7 +85,7 @@ class Stages:
         if self.folder is None:
             self._found[name] = tensors
             return
-        then = f"then continue with `hyperkron resume {shlex.quote(str(self.folder.parent))}`"
+        then = f"then continue with {resume_command(self.folder.parent)}"
         file = put_tensors(self.folder / f"{name}.safetensors", tensors, then)
         about = {"file": file, "tensors": sorted(tensors), "of": self.of, "seconds": self.seconds.get(name, 0.0)}
         put(self.folder / f"{name}.json", json.dumps(about).encode("ascii"), then)
