@@ -21,7 +21,7 @@ held-out rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,11 +63,14 @@ FOREST_EXPERT = "forest expert"
 
 
 def cross_fitted(
-    works: Sequence[Work], name: str, learn: Callable[[Work, int], TrainingTargets], plan: TrainingPlan
+    works: Sequence[Work], name: str, targets: Sequence[TrainingTargets], plan: TrainingPlan
 ) -> list[Tensor]:
-    """Opinions (rows, C) on all rows of each view, those on half h from a network trained on ``learn(work, h)``."""
-    targets = [learn(work, half) for work in works for half in (0, 1)]
-    networks = works[0].fit(targets, plan, name, seeds=[work.shift + seed for work in works for seed in (1, 2)])
+    """Opinions (rows, C) on all rows of each view: on those of either half from a network of the other.
+
+    ``targets`` are two for each view: of the network that is asked about half 0, then about half 1.
+    """
+    seeds = [work.shift + seed for work in works for seed in (1, 2)]
+    networks = works[0].fit(targets, plan, name, seeds=seeds)
     halves = [[(work.fold == half).nonzero()[:, 0] for half in (0, 1)] for work in works]
     return [work.answers(networks[2 * i : 2 * i + 2], halves[i]) for i, work in enumerate(works)]
 
@@ -78,17 +81,14 @@ def trusted_expert(works: Sequence[Work]) -> list[Tensors]:
     The halves answer for the trusted rows, and their opinion on the noisy rows of the other half is the fold models'.
     """
 
-    def known(work: Work, rows: Tensor) -> TrainingTargets:
-        return work.as_given(rows if len(rows) else work.trusted)  # of a single row there are no halves
-
     def compute() -> list[Tensors]:
         first = works[0]
         plan = first.short if first.many else first.brief  # it counts most, and is then trained longer at little cost
-        targets = [known(work, work.trusted) for work in works]
+        targets = [work.as_given(work.trusted) for work in works]
         alone = first.fit(targets, plan, "trusted expert", seeds=[work.shift for work in works])
-        halved = cross_fitted(
-            works, "trusted expert", lambda work, half: known(work, work.side(1 - half, work.trusted)), first.brief
-        )
+        halves = [(work, work.side(1 - half, work.trusted)) for work in works for half in (0, 1)]
+        targets = [work.as_given(rows if len(rows) else work.trusted) for work, rows in halves]  # there may be one row
+        halved = cross_fitted(works, "trusted expert", targets, first.brief)
         found = []
         for work, network, both in zip(works, alone, halved, strict=True):
             asked = both.clone()
@@ -119,19 +119,18 @@ def noisy_expert(works: Sequence[Work]) -> list[Tensor]:
 
 def matrix_expert(works: Sequence[Work], noisy: Sequence[Tensor]) -> list[Tensor]:
     """Networks of all rows, trained through the noise matrix that the noisy expert shows on the trusted rows."""
-    matrices = {
-        id(work): noise_matrix_from_trusted(p[work.trusted], work.given[work.trusted], work.classes)
-        for work, p in zip(works, noisy, strict=True)
-    }
 
-    def learn(work: Work, half: int) -> TrainingTargets:
-        mine, sure = work.side(1 - half, work.labelled(work.noisy)), work.side(1 - half, work.trusted)
-        evidence = torch.cat([label_evidence(matrices[id(work)], work.given[mine]), work.known(sure)])
-        return TrainingTargets(torch.cat([mine, sure]), evidence)
+    def targets(work: Work, said: Tensor) -> Iterator[TrainingTargets]:
+        matrix = noise_matrix_from_trusted(said[work.trusted], work.given[work.trusted], work.classes)
+        for half in (1, 0):
+            mine, sure = work.side(half, work.labelled(work.noisy)), work.side(half, work.trusted)
+            evidence = torch.cat([label_evidence(matrix, work.given[mine]), work.known(sure)])
+            yield TrainingTargets(torch.cat([mine, sure]), evidence)
 
     def compute() -> list[Tensors]:
+        learnt = [one for view in zip(works, noisy, strict=True) for one in targets(*view)]
         plan = works[0].quick(-(-len(works[0].given) // 2))
-        return [{"asked": p} for p in cross_fitted(works, "noise-matrix expert", learn, plan)]
+        return [{"asked": p} for p in cross_fitted(works, "noise-matrix expert", learnt, plan)]
 
     return [found["asked"] for found in staged(works, "matrix-expert", compute)]
 
@@ -270,11 +269,10 @@ def fold_models(works: Sequence[Work], firsts: Sequence[Opinion], halves: Sequen
         return [evidence_targets(work, mine, log_p, told, scale) for scale in PRESETS for mine in rows]
 
     def compute() -> list[Tensors]:
-        told = [targets(*view) for view in zip(works, firsts, halves, strict=True)]
-        flat = [one for view in told for one in view]
+        learnt = [one for view in zip(works, firsts, halves, strict=True) for one in targets(*view)]
         plan = works[0].quick(-(-len(works[0].noisy) // 2))
         seeds = [work.shift + seed for work in works for _ in PRESETS for seed in (11, 12)]
-        networks = iter(works[0].fit(flat, plan, "fold models", seeds=seeds))
+        networks = iter(works[0].fit(learnt, plan, "fold models", seeds=seeds))
         found = []
         for work in works:
             ask = work.crossed(1), work.crossed(0)

@@ -174,7 +174,7 @@ class Work:
         return TrainingTargets(rows, self.known(rows), weight)
 
     def fit(
-        self, targets: list[TrainingTargets], plan: TrainingPlan, name: str, *, seeds: list[int]
+        self, targets: Sequence[TrainingTargets], plan: TrainingPlan, name: str, *, seeds: list[int]
     ) -> list[nn.Module]:
         """Train a network on each of the targets."""
         own = [self.config.seed + seed for seed in seeds]
