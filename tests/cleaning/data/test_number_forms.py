@@ -157,6 +157,32 @@ def test_dates_of_other_rows_in_the_other_order_are_told() -> None:
     assert "'soon', taken as missing: dates are expected." in encoding.surprises({"c": ["soon"]})[0]
 
 
+def test_dates_with_points_have_the_day_first_where_no_training_row_tells() -> None:
+    for column in ([f"2022-06-{day:02}" for day in range(1, 29)], [f"{day} Jun 2022" for day in range(1, 29)]):
+        encoding, messages = TableEncoding.fit({"c": column})
+        again = TableEncoding.from_json(encoding.to_json())
+        inputs = again.matrix({"c": ["05.06.2022", "13.06.2022", "05/06/2022", "2022-06-05", "5 Jun 22"]})[:, 0]
+        assert [day_of(float(day)) for day in inputs] == [
+            "2022-06-05",
+            "2022-06-13",
+            "2022-05-06",
+            "2022-06-05",
+            "2022-06-05",
+        ]
+        assert "other way round" not in messages[0]
+        assert again.surprises({"c": ["05.06.2022", "13.06.2022", "2022-06-05", "06/06/2022", None]}) == []
+        (told,) = again.surprises({"c": ["05.06.2022", "05/06/2022"]})
+        assert "Day and month may be the other way round: '05/06/2022' is read as 2022-05-06." in told
+
+
+def test_dates_whose_order_the_training_rows_tell_are_read_in_it() -> None:
+    for column, first in (("12.31.2022", "2022-05-06"), ("12/31/2022", "2022-05-06"), ("31/12/2022", "2022-06-05")):
+        encoding, _ = TableEncoding.fit({"c": [column, *(f"2022-06-{day:02}" for day in range(1, 29))]})
+        new = {"c": ["05.06.2022", "05/06/2022"]}
+        assert [day_of(float(day)) for day in encoding.matrix(new)[:, 0]] == [first] * 2
+        assert encoding.surprises(new) == []
+
+
 def test_a_few_amounts_of_another_currency_are_missing_and_told() -> None:
     prices = [f"${v}" for v in range(60)] + ["€7", "£8"]
     encoding, messages = TableEncoding.fit({"c": prices})

@@ -17,6 +17,7 @@ from hyperkron.cleaning.data.number_forms import (
     Written,
     day_of,
     detect_form,
+    either_way,
     form_note,
     looks_like_number,
     marks_note,
@@ -188,6 +189,8 @@ class TableEncoding:
                 strange = read_numbers(cells, column.written)[1]
                 why = f"taken as missing: {column.written.expected(strange)}"
                 found += [note for note in [marks_note(column.name, column.written, cells)] if note]
+                if column.form == "date, order unknown" and not strange and (told := either_way(cells, column.written)):
+                    found.append(f"column {column.name!r}:{told} No training row tells.")
             else:
                 names = () if column.other else map(category, cells)
                 strange = [name for name in names if name is not None and name not in column.values]

@@ -11,8 +11,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from hyperkron.cleaning.data.files import np
 from hyperkron.cleaning.data.values import LARGEST, Array, Values, as_number, cells, is_missing, numbers
 
-NumberForm: TypeAlias = Literal["plain", "thousands", "decimal comma", "date", "date, day first"]
-"""How the cells of a column are read as numbers."""
+NumberForm: TypeAlias = Literal["plain", "thousands", "decimal comma", "date", "date, day first", "date, order unknown"]
+"""How the cells of a column are read as numbers; of unknown order, the day comes first in dates with points only."""
 
 
 class Written(NamedTuple):
@@ -28,7 +28,7 @@ class Written(NamedTuple):
 
     @property
     def other_order(self) -> NumberForm:
-        """Dates with day and month the other way round."""
+        """Dates with day and month the other way round; of unknown order, those without points."""
         return "date" if self.form == "date, day first" else "date, day first"
 
     def expected(self, strange: Iterable[Any]) -> str:
@@ -117,7 +117,8 @@ def detect_form(values: Values, strange: Sequence[Any]) -> Written:
         count = len(read_numbers(values, written)[1]) if fewest else 0
         if count < fewest:
             best, fewest = written, count
-    return best
+    both = [read_numbers(values, Written(form))[0] for form in dates if best.form.startswith("date")]
+    return Written("date, order unknown") if both and np.array_equal(*both, equal_nan=True) else best
 
 
 def looks_like_number(value: Any) -> bool:
@@ -140,8 +141,9 @@ def form_note(name: str, written: Written, values: Values) -> str:
     )
     example, number = max(readable, key=lambda pair: (len(pair[0]), pair[0]))  # 31/12/2024 rather than 01/01/2024
     if written.form.startswith("date"):
-        told = f"column {name!r} holds dates, read as days: {example!r} is {day_of(number)}."
-        return told + _either_way(listed, written)
+        return f"column {name!r} holds dates, read as days: {example!r} is {day_of(number)}." + either_way(
+            listed, written
+        )
     return f"column {name!r} holds numbers with signs or separators: {example!r} is read as {number:.12g}."
 
 
@@ -160,7 +162,7 @@ def marks_note(name: str, written: Written, values: Values) -> str:
     )
 
 
-def _either_way(listed: Iterable[Any], written: Written) -> str:
+def either_way(listed: Iterable[Any], written: Written) -> str:
     """What to say where every date would be one with day and month the other way round, too."""
     differ = ""
     for value in listed:
@@ -246,11 +248,11 @@ def _days(value: Any, form: NumberForm) -> float | None:
     else:
         text = str(value).strip()
         found = next((match for pattern in _DATES if (match := pattern.fullmatch(text))), None)
-        try:
-            moment = _EPOCH if found is None else _moment(found, form)
-        except ValueError:
-            return None
         if found is None:
+            return None
+        try:
+            moment = _moment(found, form)
+        except ValueError:
             return None
     return (moment - _EPOCH).total_seconds() / 86400
 
@@ -269,7 +271,8 @@ def _moment(found: re.Match[str], form: NumberForm) -> datetime.datetime:
         month = int(name) if name.isdecimal() else _MONTHS.get(name, 0)
     else:
         month, day = int(parts["one"]), int(parts["two"])
-        if form.endswith("day first"):
+        pointed = form == "date, order unknown" and found.string[found.end("one")] == "."
+        if pointed or form == "date, day first":
             month, day = day, month
     hours = int(hour or 0)
     if half:
