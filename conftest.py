@@ -6,11 +6,14 @@ import gc
 
 import pytest
 
+gc.disable()  # until all tests are collected: little of what is made by then is garbage
+
 
 def pytest_collection_finish() -> None:
     """Modules and tests stay to the end: collections of garbage, of which some tests ask for many, pass over them."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

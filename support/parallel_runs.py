@@ -17,13 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # optimizers import it at their first step: once here, not in every process
+import torch._decomp.decompositions_for_jvp  # forward mode imports and compiles it: once here, not in every process
+import torch._dynamo  # and optimizers this, at their first step
 import torch.distributed as dist
 import torch.distributed.fsdp
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import hyperkron as hk
+import hyperkron.algorithms
+import hyperkron.training
 import sharded_runs
 from hyperkron.hypergradient import Hypergradient
 from hyperkron.hypergradient.steps import Adam

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,18 @@ from hyperkron.sweeps import Range, SweepResult, Trial, parse_space, read_sweep,
 from hyperkron.sweeps.queue import TrialQueue
 
 SPACE = {"x": Range(0.0, 1.0)}
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting_for_the_disk() -> Iterator[None]:
+    """Files need not outlive this computer: what a killed process has written is there without that."""
+
+    def connected(connection: Any, _: Any) -> None:
+        connection.execute("PRAGMA synchronous = OFF")
+
+    sqlalchemy.event.listen(sqlalchemy.engine.Engine, "connect", connected)
+    yield
+    sqlalchemy.event.remove(sqlalchemy.engine.Engine, "connect", connected)
 
 
 def parabola(trial: Trial) -> float:
