@@ -57,12 +57,12 @@ def write_csv(path: Path, part: tuple[Tensor, Tensor]) -> Path:
     return path
 
 
-def quicken(monkeypatch: pytest.MonkeyPatch, least: int = 24, forest: int = 6) -> None:
+def quicken(monkeypatch: pytest.MonkeyPatch, least: int = 16, forest: int = 3) -> None:
     """Trainings of a dozen steps instead of hundreds, forests of a few trees, and few iterations of EM."""
     monkeypatch.setattr(run, "TrainingPlan", partial(TrainingPlan, least=least))
-    monkeypatch.setattr(method, "label_noise", partial(label_noise, iterations=20))
+    monkeypatch.setattr(method, "label_noise", partial(label_noise, iterations=10))
     monkeypatch.setattr(trees, "TREES", forest)
-    monkeypatch.setattr(trees, "ROUNDS", 5)
+    monkeypatch.setattr(trees, "ROUNDS", 3)
 
 
 class Watch:

@@ -107,7 +107,7 @@ def test_the_code_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.
     write_texts(tmp_path)
     fit = hk.fit
     monkeypatch.setattr(hk, "fit", lambda *given, steps, **more: fit(*given, steps=min(steps, STEPS), **more))
-    monkeypatch.setattr(hk, "clean", partial(hk.clean, config=CleanConfig(epochs=1)))
+    monkeypatch.setattr(hk, "clean", partial(hk.clean, config=CleanConfig(epochs=1, compare=("noisy",))))
     sweep = hk.sweeps.sweep
     monkeypatch.setattr(hk.sweeps, "sweep", lambda *given, trials, **more: sweep(*given, trials=STEPS, **more))
     names: Names = {}

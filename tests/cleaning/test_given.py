@@ -177,8 +177,9 @@ def test_rows_left_out_first_shift_nothing(data: Blobs) -> None:
     assert found.status[:11].tolist() == ["also in the trusted set"] * 10 + ["used"]
 
 
-def test_rows_that_a_column_flags_as_trusted(data: Blobs) -> None:
+def test_rows_that_a_column_flags_as_trusted(data: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
     pandas = pytest.importorskip("pandas")
+    quicken(monkeypatch, least=24, forest=6)
     x, y = (torch.cat([b, a]) for a, b in zip((data.x, data.noisy), data.trusted, strict=True))
     frame = pandas.DataFrame({"a": x[:, 0], "b": x[:, 1], "label": y, "ok": [True] * 24 + [False] * ROWS})
     found = clean(frame, trusted_column="ok", config=CONFIG)

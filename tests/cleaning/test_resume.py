@@ -128,7 +128,7 @@ def test_progress_announces_about_what_comes(files: Files) -> None:
 def test_interruptions_leave_no_trace(files: Files) -> None:
     """Stopped in the first stage, the second, two later ones, and among the alternatives."""
     out, finished = files.folder / "stopped", []
-    stops = [(7, signal.SIGINT), (30, signal.SIGTERM), (85, signal.SIGINT), (100, signal.SIGINT), (250, signal.SIGTERM)]
+    stops = [(7, signal.SIGINT), (20, signal.SIGTERM), (85, signal.SIGINT), (100, signal.SIGINT), (250, signal.SIGTERM)]
     for turn, (after, number) in enumerate(stops):
         before = signal.getsignal(number)
         watch = Watch(after, number)

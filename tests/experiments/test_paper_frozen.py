@@ -52,8 +52,15 @@ def test_training_again_listens_to_the_weights(split: texts.TextSplit) -> None:
     assert again(SETTINGS, split, split.train, right, CASE, 1) == kept  # the same seed
 
 
-def test_sama_takes_the_step_size_it_is_given(tmp_path: Path) -> None:
-    result = paper.run("encoder-frozen", "smoke", 1, folder=tmp_path)
+def test_a_dataset_is_encoded_once_and_sama_takes_the_step_size_it_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    encoder = texts.encoder
+    monkeypatch.setattr(texts, "encoder", lambda name, *rest: (made.append(name), encoder(name, *rest))[1])
+    frozen_head._pooled.cache_clear()
+    result = paper.run("encoder-frozen", "smoke", 2, folder=tmp_path)
+    assert made == [texts.MADE_UP]
     runs = result.figures["cases"][f"{texts.MADE_UP}/0"]
     assert runs[SAME_RATE][0]["rate"] == runs["KFAC"][0]["rate"] != runs["SAMA"][0]["rate"]
     assert set(runs["KFAC"][0]["stops"]) == {"2", "4"} and not runs["KFAC"][0]["failed"]
@@ -116,12 +123,3 @@ def test_rows_of_one_state_are_what_padding_would_give(split: texts.TextSplit) -
     assert torch.equal(states, expected[0]) and torch.equal(mask, expected[1]) and mask.all()
     model = head(split, 0)
     torch.testing.assert_close(model(states, mask), model.linear(mean_pool(states, mask)))
-
-
-def test_a_dataset_is_encoded_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    made: list[str] = []
-    encoder = texts.encoder
-    monkeypatch.setattr(texts, "encoder", lambda name, *rest: (made.append(name), encoder(name, *rest))[1])
-    frozen_head._pooled.cache_clear()
-    paper.run("encoder-frozen", "smoke", 2, folder=tmp_path)
-    assert made == [texts.MADE_UP]

@@ -259,7 +259,10 @@ def test_pieces_wait_for_what_they_need(tmp_path: Path) -> None:
     assert [piece.key[0] for piece in unlearnable.ready(one)] == ["victim", "attack"]
 
 
-def test_an_attacker_is_read_from_its_file_and_made_again_where_that_is_gone(tmp_path: Path) -> None:
+def test_an_attacker_is_read_from_its_file_and_made_again_where_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unlearnable_attack, "judge", lambda *_: 50.0)  # its classifiers are trained elsewhere
     row = Row(25, "AID-CG", "printed", "CNN")
     work = unlearnable.Work(job(tmp_path, rows=(row,)))
     noise, _ = work.attack(row)
@@ -271,7 +274,8 @@ def test_an_attacker_is_read_from_its_file_and_made_again_where_that_is_gone(tmp
     assert oracles.relative(made.state_dict(), noise.state_dict()) == 0
 
 
-def test_a_long_attack_has_the_step_size_of_the_short_one(tmp_path: Path) -> None:
+def test_a_long_attack_has_the_step_size_of_the_short_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unlearnable_attack, "judge", lambda *_: 50.0)
     row = Row(25, "AID-CG", "long", "CNN")
     one = job(tmp_path, rows=(row,), rates=(0.1, 1e-3))
     for piece, score in zip(list(unlearnable.ready(one)), (60.0, 30.0), strict=True):
