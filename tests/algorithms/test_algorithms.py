@@ -87,12 +87,6 @@ def _plain(x: Any) -> None:
         assert x is None or isinstance(x, (Tensor, int, float, str)), type(x)
 
 
-def test_a_run_repeats_itself(algorithm: Algorithm) -> None:
-    first, second = (run(algorithm, *start(algorithm), 4) for _ in range(2))
-    assert torch.equal(first, second)
-    assert not torch.equal(first, torch.zeros_like(first))
-
-
 def test_everything_follows_the_models_dtype(algorithm: Algorithm) -> None:
     """In float32 under a default of float64; all other tests run in float64 under a default of float32."""
     torch.set_default_dtype(torch.float64)
@@ -122,16 +116,22 @@ def test_everything_follows_the_models_device(algorithm: Algorithm) -> None:
         assert torch.allclose(reached.cpu(), run(algorithm, *start(algorithm), 2), rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize(
-    ("projection", "holds"),
-    [
-        (hk.Box(-0.01, 0.02), lambda x: bool((x >= -0.01).all() and (x <= 0.02).all())),
-        (hk.Ball(0.01), lambda x: float(x.norm()) <= 0.01 * (1 + 1e-12)),
-        (hk.Simplex(), lambda x: bool((x >= 0).all()) and abs(float(x.sum()) - 1) < 1e-12),
-    ],
-    ids=["box", "ball", "simplex"],
-)
-def test_constraints_hold_at_every_step(algorithm: Algorithm, projection: Any, holds: Any) -> None:
+CONSTRAINTS: dict[str, tuple[Any, Any]] = {
+    "box": (hk.Box(-0.01, 0.02), lambda x: bool((x >= -0.01).all() and (x <= 0.02).all())),
+    "ball": (hk.Ball(0.01), lambda x: float(x.norm()) <= 0.01 * (1 + 1e-12)),
+    "simplex": (hk.Simplex(), lambda x: bool((x >= 0).all()) and abs(float(x.sum()) - 1) < 1e-12),
+}
+CONSTRAINED = [
+    pytest.param(name, constraint, marks=[] if constraint == ("box", "ball", "simplex")[i % 3] else pytest.mark.long)
+    for i, name in enumerate(ALGORITHMS)
+    for constraint in CONSTRAINTS
+]
+"""Every algorithm with one of them; the others in ``make long``."""
+
+
+@pytest.mark.parametrize(("name", "constraint"), CONSTRAINED)
+def test_constraints_hold_at_every_step(name: str, constraint: str) -> None:
+    algorithm, (projection, holds) = ALGORITHMS[name], CONSTRAINTS[constraint]
     state, batches = start(algorithm, project=projection)
     assert holds(state.hyper().detach())
     seen = [state.hyper().detach().clone()]
@@ -142,22 +142,19 @@ def test_constraints_hold_at_every_step(algorithm: Algorithm, projection: Any, h
     assert any(not torch.equal(x, seen[0]) for x in seen) or not isinstance(projection, hk.Simplex)
 
 
-def test_reports_are_complete(algorithm: Algorithm) -> None:
-    state, batches = start(algorithm)
-    reports = [algorithm.step(state, batches) for _ in range(3)]
-    assert [report.step for report in reports] == [0, 1, 2]
-    assert any(report.direction > 0 for report in reports)
-
-
-def test_one_configuration_serves_many_runs(algorithm: Algorithm) -> None:
-    """Nothing leaks from a state into the algorithm it was made from."""
+def test_one_configuration_serves_many_runs_that_are_all_the_same(algorithm: Algorithm) -> None:
+    """Nothing leaks from a state into the algorithm it was made from; and reports are complete."""
     alone = run(algorithm, *start(algorithm), 3)
+    assert not torch.equal(alone, torch.zeros_like(alone))
     one, two = start(algorithm), start(algorithm)
+    reports = []
     for _ in range(3):
-        algorithm.step(*one)
+        reports.append(algorithm.step(*one))
         algorithm.step(*two)
     assert torch.equal(one[0].hyper(), alone)
     assert torch.equal(two[0].hyper(), alone)
+    assert [report.step for report in reports] == [0, 1, 2]
+    assert any(report.direction > 0 for report in reports)
 
 
 @pytest.mark.parametrize("name", ["SOBA", "SABA", "SRBA"])
