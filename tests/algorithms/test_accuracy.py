@@ -261,9 +261,11 @@ CASES: dict[str, Case] = {
 }
 
 
-SLOW = {"PBGD", "Unrolled", "ScaleBiO", "MRBO", "MRBO-KFAC", "SUSTAIN", "VRBO", "FSLA", "PZOBO"}
+SLOW = {"PBGD", "Unrolled", "Truncated", "ScaleBiO", "MRBO", "MRBO-KFAC", "SUSTAIN", "VRBO", "FSLA", "PZOBO", "T1-T2"}
 """These, and variants (with a comma in their name), take seconds each; ``test_equations.py`` has steps of theirs."""
-PARTED = [pytest.param(name, marks=pytest.mark.long) if name in SLOW or "," in name else name for name in CASES]
+ALIKE = {"AID-FP", "AID-EKFAC", "AmIGO-GGN", "AmIGO-KFAC", "TTSA"}
+"""So do these, which other cases differ from in one part only: AID-Neumann, AID-KFAC, AmIGO, AID-KFAC, BSA."""
+PARTED = [pytest.param(name, marks=pytest.mark.long) if name in SLOW | ALIKE or "," in name else name for name in CASES]
 
 
 @pytest.mark.parametrize("name", PARTED)

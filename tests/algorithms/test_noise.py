@@ -19,7 +19,8 @@ def noisy(kind: Any, *first: Any, slower: float, steps: int, **options: Any) -> 
     """γ is smaller by ``slower``, the oracle's second moment in terms of its squared mean."""
     dense = Dense(REALIZABLE)
     algorithm = kind(*first, inner_rate=1 / dense.inner[1], outer_rate=1 / (slower * dense.outer[1]), **options)
-    return pytest.param(algorithm, steps, id=kind.__name__)
+    marks = pytest.mark.long if kind is hk.algorithms.TTSA else ()  # BSA has its inverse, SUSTAIN its single loop
+    return pytest.param(algorithm, steps, id=kind.__name__, marks=marks)
 
 
 ROUND = 1 / Dense(REALIZABLE).inner[1]

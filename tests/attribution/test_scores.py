@@ -83,8 +83,10 @@ def oracle(model: nn.Module, train: tuple[Tensor, Tensor], queries: tuple[Tensor
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize("way", ["layers", "forward"])
-@pytest.mark.parametrize("batch_size", [4, 9])
+@pytest.mark.parametrize(
+    ("way", "batch_size"),
+    [("layers", 4), ("layers", 9), ("forward", 4), pytest.param("forward", 9, marks=pytest.mark.long)],
+)
 def test_exact_curvature_gives_the_oracles_scores(name, way, batch_size):
     model, train, queries = made(name)
     method = hk.Implicit(Hessian(5.0), CG(400, 1e-13))  # damping large enough to be definite away from a minimum

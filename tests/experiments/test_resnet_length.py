@@ -314,7 +314,8 @@ class Killed(Exception):
     """In place of the end of a process."""
 
 
-@pytest.mark.parametrize("name", ["trusted + noisy", pytest.param("AID-KFAC", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["trusted + noisy", "AID-KFAC"])
 def test_a_run_that_was_killed_goes_on_bit_for_bit(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed in its fourth step, it continues from the third, in the middle of a pass over the rows."""
     split, size = small()

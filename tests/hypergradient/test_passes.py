@@ -103,7 +103,13 @@ METHODS: dict[str, tuple[Callable[..., hk.Implicit], int]] = {
 }
 
 
-@pytest.mark.parametrize("name", METHODS)
+ALIKE = {"kfac, lean", "kfac, exact", "kfac, average"}
+"""KFAC in the same two or three passes, with other inverses or an average of factors."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in ALIKE else name for name in METHODS]
+)
 def test_answers_are_those_of_the_ordinary_way(device: str, name: str) -> None:
     build, recordings = METHODS[name]
     expected = trained(build(), device)

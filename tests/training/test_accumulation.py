@@ -119,7 +119,7 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("masked", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize("name", METHODS)
 def test_hypergradients_are_those_of_the_whole_batch(name: str, masked: bool) -> None:
     setting, found = Setting(masked), []

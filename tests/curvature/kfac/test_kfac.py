@@ -361,7 +361,7 @@ METHODS: dict[str, Callable[[], hk.Implicit]] = {
 
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("stop", [1, 2, 3])
+@pytest.mark.parametrize("stop", [1, pytest.param(2, marks=pytest.mark.long), 3])
 def test_a_resumed_run_continues_bit_for_bit(name: str, stop: int) -> None:
     model = nn.Sequential(nn.Linear(3, 40), nn.LayerNorm(40), nn.Tanh(), nn.Linear(40, 2))
     case = make(model, (3,), loss="cross_entropy", count=4)
