@@ -50,8 +50,7 @@ def _of_method(works: list[Work]) -> int:
     first = works[0]
     sides = [[len(work.side(h, work.trusted)) for h in (0, 1)] for work in works]
     noisy = [len(first.side(h, first.noisy)) for h in (0, 1)]
-    alone = first.short if first.many else first.brief
-    steps = _side_by_side(alone, [len(work.trusted) for work in works])
+    steps = _side_by_side(first.alone, [len(work.trusted) for work in works])
     steps += _side_by_side(first.brief, [count or sum(pair) for pair in sides for count in pair])
     of_matrix, of_folds = first.quick(-(-len(first.given) // 2)), first.quick(-(-len(first.noisy) // 2))
     steps += _side_by_side(of_matrix, [noisy[h] + pair[h] for pair in sides for h in (0, 1)])

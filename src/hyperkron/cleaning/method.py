@@ -83,9 +83,8 @@ def trusted_expert(works: Sequence[Work]) -> list[Tensors]:
 
     def compute() -> list[Tensors]:
         first = works[0]
-        plan = first.short if first.many else first.brief  # it counts most, and is then trained longer at little cost
         targets = [work.as_given(work.trusted) for work in works]
-        alone = first.fit(targets, plan, "trusted expert", seeds=[work.shift for work in works])
+        alone = first.fit(targets, first.alone, "trusted expert", seeds=[work.shift for work in works])
         halves = [(work, work.side(1 - half, work.trusted)) for work in works for half in (0, 1)]
         targets = [work.as_given(rows if len(rows) else work.trusted) for work, rows in halves]  # there may be one row
         halved = cross_fitted(works, "trusted expert", targets, first.brief)

@@ -106,14 +106,14 @@ class Work:
         return replace(self.short, epochs=FINAL_TRAINING * self.plan.epochs)
 
     @property
-    def many(self) -> bool:
-        """Whether a plain training on all rows takes several times the minimum number of steps."""
-        return self.plan.steps(len(self.given)) >= MANY_ROWS * self.plan.least
-
-    @property
     def brief(self) -> TrainingPlan:
         """An even shorter one, for networks of few trusted rows."""
         return replace(self.plan, epochs=SHORT_TRAINING * self.plan.epochs, least=self.plan.least // 3)
+
+    @property
+    def alone(self) -> TrainingPlan:
+        """Of networks of all trusted rows alone: they count most, and are trained longer where that costs little."""
+        return self.short if self.plan.steps(len(self.given)) >= MANY_ROWS * self.plan.least else self.brief
 
     def quick(self, rows: int) -> TrainingPlan:
         """The same for networks of this many rows, half of all: if they are few, half the steps at twice the rate."""
