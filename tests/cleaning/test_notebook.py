@@ -12,8 +12,8 @@ import pytest
 
 from blobs import blobs, quicken
 from hyperkron.cleaning import CleanConfig, CleanResult, clean
-from hyperkron.cleaning.config import BarProgress, SilentProgress, shown_progress
 from hyperkron.cleaning.models import encoder
+from hyperkron.cleaning.progress import BarProgress, SilentProgress, shown_progress
 from hyperkron.solution import HyperkronError, HyperkronWarning
 
 CONFIG = CleanConfig(epochs=1, compare=())

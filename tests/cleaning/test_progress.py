@@ -7,7 +7,8 @@ import torch
 
 from blobs import Watch, blobs, quicken
 from hyperkron.cleaning import CleanConfig, clean
-from hyperkron.cleaning.config import BOOSTED, FOREST, BarProgress
+from hyperkron.cleaning.config import BOOSTED, FOREST
+from hyperkron.cleaning.progress import BarProgress
 from hyperkron.cleaning.trainer import updates
 from hyperkron.cleaning.work import fit_steps
 

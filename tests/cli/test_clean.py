@@ -13,7 +13,7 @@ import clean_command
 import run_folder
 from clean_command import CLEAN, OUT, Captured
 from fake_cleaning import FakeCleaning
-from hyperkron.cleaning.config import SilentProgress
+from hyperkron.cleaning.progress import SilentProgress
 from hyperkron.cli import main, output
 from hyperkron.solution import HyperkronError
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from hyperkron.cleaning.config import CleanConfig, Progress, shown_progress
+from hyperkron.cleaning.config import CleanConfig
 from hyperkron.cleaning.data import ReadOptions, row_hashes
 from hyperkron.cleaning.data.files import listing
 from hyperkron.cleaning.fields import FORMAT
@@ -17,6 +17,7 @@ from hyperkron.cleaning.folder import RunFolder, replacing
 from hyperkron.cleaning.given import Given
 from hyperkron.cleaning.own import Own, own_paths
 from hyperkron.cleaning.prepare import refuse_early
+from hyperkron.cleaning.progress import Progress, shown_progress
 from hyperkron.cleaning.recorded import (
     encoder_to_load,
     recorded_paths,

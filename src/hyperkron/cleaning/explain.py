@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from hyperkron import losses
 from hyperkron.attribution import Attribution, attribute
 from hyperkron.cleaning.api import reopened
-from hyperkron.cleaning.config import Progress
 from hyperkron.cleaning.data import InputForm, Labelled, NewRows, ReadOptions, read
 from hyperkron.cleaning.data.arrow import PREFIX
 from hyperkron.cleaning.data.files import existing
 from hyperkron.cleaning.data.sources import split_source
 from hyperkron.cleaning.fields import read_result, resume_command
 from hyperkron.cleaning.folder import shown
+from hyperkron.cleaning.progress import Progress
 from hyperkron.cleaning.trainer import Inputs, TrainingTargets, predict, train
 from hyperkron.hypergradient import Implicit
 from hyperkron.losses import Loss

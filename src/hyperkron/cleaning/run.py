@@ -17,7 +17,7 @@ from hyperkron.cleaning import recorded
 from hyperkron.cleaning.alternatives import TREES, available, delivered, judged, targets_for
 from hyperkron.cleaning.budget import ONE_PROCESS, steps_of, tree_fits, within
 from hyperkron.cleaning.choice import Judged, Noise, choose, different, first_verdict, judge, noise_of, verdict
-from hyperkron.cleaning.config import DESCRIPTIONS, OURS, CleanConfig, EmbeddingBar, Progress, SilentProgress
+from hyperkron.cleaning.config import DESCRIPTIONS, OURS, CleanConfig
 from hyperkron.cleaning.data import Labelled
 from hyperkron.cleaning.folder import RunFolder
 from hyperkron.cleaning.given import Given
@@ -26,6 +26,7 @@ from hyperkron.cleaning.method import clean_labels, error_probability
 from hyperkron.cleaning.models import HASHED, EncoderUnavailable, TextEncoder, choose_encoder, load_encoder, trees
 from hyperkron.cleaning.own import EstimatorModel, Own
 from hyperkron.cleaning.prepare import Prepared, prepare
+from hyperkron.cleaning.progress import EmbeddingBar, Progress, SilentProgress
 from hyperkron.cleaning.result import (
     SUSPECT_THRESHOLD,
     CleanResult,

@@ -157,7 +157,7 @@ class Lines:
 
 def progress(quiet: bool) -> Any:
     """The progress that fits: none where it is to be quiet, a bar on a terminal, lines elsewhere."""
-    from hyperkron.cleaning.config import BarProgress, SilentProgress
+    from hyperkron.cleaning.progress import BarProgress, SilentProgress
 
     if quiet:
         return SilentProgress()
