@@ -239,3 +239,31 @@ def test_by_default_what_kfac_does_not_cover_is_left_out():
     frozen = hk.attribute(loss, model, train, queries).scores
     assert torch.allclose(layers, frozen, rtol=1e-9, atol=1e-12)
     assert torch.allclose(forward, frozen, rtol=1e-9, atol=1e-12)
+
+
+class Packed(nn.Module):
+    """A recurrent network over packed sequences, which neither way passes through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.cell, self.head = nn.Linear(3, 3), nn.GRU(3, 4, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        lengths = torch.full((len(x),), x.shape[1])
+        packed = nn.utils.rnn.pack_padded_sequence(self.first(x), lengths, batch_first=True)
+        return self.head(self.cell(packed)[1][0])
+
+
+def test_where_neither_way_works_the_error_has_both_reasons_and_the_default_works():
+    torch.manual_seed(0)
+    model, x, y = Packed(), torch.randn(6, 5, 3), torch.randint(3, (6,))
+
+    def loss(model, batch):
+        return hk.losses.cross_entropy(model(batch[0]), batch[1])
+
+    def scores(**options):
+        return hk.attribute(loss, model, (x, y), (x[:3], y[:3]), **options)
+
+    with pytest.raises(hk.HyperkronError, match=r"(?s)neither way suits.*_pack_padded.*way='layers' does not see"):
+        scores(method=hk.identity())
+    assert scores().stats["way"] == "layers"

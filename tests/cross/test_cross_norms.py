@@ -136,3 +136,18 @@ def test_where_forward_mode_of_torch_is_broken_the_error_says_what_to_do(kind: s
     method = hk.Implicit(hk.curvature.Identity(), hk.solvers.Direct(), cross="forward")
     with pytest.raises(hk.HyperkronError, match="use cross='reverse' or cross='auto'"):
         method.compute(*case.arguments)
+
+
+def test_a_layer_norm_with_a_bias_alone_has_no_second_derivative_and_says_so() -> None:
+    class Shifted(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.layer_norm(x @ self.weight.T, (self.out_features,), None, self.bias)
+
+    model, hyper = Shifted(3, 4).to(DOUBLE), hk.SampleWeights(5).to(DOUBLE)
+    batch = torch.randn(5, 3, dtype=DOUBLE), torch.randint(4, (5,)), torch.arange(5)
+
+    def inner(model: nn.Module, hyper: nn.Module, batch: tuple[torch.Tensor, ...]) -> hk.losses.Loss:
+        return hk.losses.cross_entropy(model(batch[0]), batch[1], weight=hyper(batch[2]))
+
+    with pytest.raises(hk.HyperkronError, match="cannot be differentiated twice"):
+        hk.cg(3).compute(hk.BilevelProblem(inner, inner), model, hyper, batch, batch)

@@ -219,10 +219,17 @@ def layers_of(point: Point, level: Level = "inner", alike: bool = False) -> Laye
 
 def first_suitable(ways: list[Products], batch: Any, vectors: Tree, count: int) -> Tensor:
     """The products by the first of ``ways`` that works; those that do not are dropped, and with them coordinates."""
+    failed = ""
     while True:
         try:
             return ways[0](batch, vectors, count)
-        except UnsuitableError:
+        except UnsuitableError as error:
+            if len(ways) == 1 and failed:
+                raise UnsuitableError(
+                    f"neither way suits this model. First: {failed} Then: {error} The default method leaves out the "
+                    "parameters outside Linear and convolution layers, which may help."
+                ) from error
             if len(ways) == 1:
                 raise
+            failed = str(error)
             vectors.update(ways.pop(0).coordinates.to_vectors(vectors))

@@ -26,6 +26,10 @@ class UndifferentiableError(HyperkronError):
         )
 
 
+_NO_SECOND = "not implemented", "not differentiable", "double backward", "undefined Tensor in C++"
+"""What torch's errors say where there is no second derivative, as of a layer norm with a bias and no weight."""
+
+
 def gradient_tree(value: Tensor, variables: Tree, *, retain_graph: bool = False) -> Tree:
     """∂value/∂x for each of ``variables``; zero where ``value`` does not depend on it."""
     found = torch.autograd.grad(value, list(variables.values()), allow_unused=True, retain_graph=retain_graph)
@@ -52,7 +56,7 @@ def gradients_of(
                 outputs, inputs, vectors, retain_graph=retain_graph, create_graph=create_graph, allow_unused=True
             )
     except RuntimeError as error:
-        if any(words in str(error) for words in ("not implemented", "not differentiable", "double backward")):
+        if any(words in str(error) for words in _NO_SECOND):
             raise UndifferentiableError(str(error).splitlines()[0]) from error
         raise
     behind = graph_nodes([g for g in found if g is not None]) if foreign else ()
