@@ -277,6 +277,7 @@ def test_read_like(tmp_path: Path) -> None:
     test = read(tmp_path / "test.csv", like=train)
     assert test.classes == ("a", "b") and test.labels.tolist() == [1, 0] and test.rows.tolist() == [0, 2]
     assert any("unknown in training were left out ('c'): rows 1" in m for m in test.messages)
+    assert test.left_out["label unknown in training"].tolist() == [1]
     np.testing.assert_allclose(test.standardised(), [[3, 0, 0], [0, 0, 1]])
 
 

@@ -81,7 +81,7 @@ def known_only(raw: Raw, classes: tuple[str, ...]) -> Raw:
         raise HyperkronError(f"{raw.name}: all labels are unknown ({names}); known: {listing(classes)}.")
     where = listing(raw.rows[unknown].tolist())
     note = f"{raw.name}: rows with labels unknown in training were left out ({names}): rows {where}."
-    return raw.take(np.flatnonzero(~unknown)).noting(note)
+    return raw.without(unknown, "label unknown in training").noting(note)
 
 
 def refuse_other_kind(raw: Raw, kind: str, shape: tuple[int, ...] | None, other: str) -> None:
