@@ -283,6 +283,12 @@ row("hyper a tensor", setting(hyper=torch.ones(N)), "hyper is a Tensor", "as_hyp
 row("model a function", setting(model=F.relu), "model is a ", "not a torch.nn.Module", "pass the network itself")
 row("lazy model", setting(model=nn.LazyLinear(C)), "model parameter weight has no shape yet", "call model once")
 row(
+    "a computed tensor among the parameters",
+    touching(lambda g: g.model[0]._parameters.update(bias=g.model[0].bias * 1.0)),
+    "model parameter 0.bias was computed from other tensors",
+    "put an nn.Parameter there",
+)
+row(
     "λ shares a parameter with θ",
     touching(lambda g: setattr(g.hyper, "tied", g.model[0].bias)),
     "hyper parameter tied is also a parameter of model",

@@ -345,6 +345,11 @@ def trainable(module: nn.Module, argument: str) -> Tree:
     for name, p in named.items():
         if nn.parameter.is_lazy(p):
             raise HyperkronError(f"{argument} parameter {name} has no shape yet; call {argument} once on some data.")
+        if not p.is_leaf:
+            raise HyperkronError(
+                f"{argument} parameter {name} was computed from other tensors, so no optimizer reaches it; put an "
+                "nn.Parameter there (torch.func.functional_call leaves its values in a module with two names)."
+            )
     buffers = (x for part in modules_of(module) for x in part._buffers.values() if x is not None)
     if any(x.is_inference() for x in itertools.chain(named.values(), buffers)):
         name = next(n for n, x in itertools.chain(named.items(), module.named_buffers()) if x.is_inference())
