@@ -28,6 +28,7 @@ from experiments.cleaning import trust_data
 from experiments.pieces import Lines
 from hyperkron.cleaning import OURS, CleanConfig, learners
 from hyperkron.cleaning.alternatives import fitted
+from hyperkron.cleaning.arguments import read_parts
 from hyperkron.cleaning.config import BOOSTED, FOREST, NETWORK
 from hyperkron.cleaning.folder import RunFolder
 from hyperkron.cleaning.given import Given
@@ -35,7 +36,6 @@ from hyperkron.cleaning.method import clean_labels
 from hyperkron.cleaning.own import Own
 from hyperkron.cleaning.progress import SilentProgress
 from hyperkron.cleaning.run import CleaningRun
-from hyperkron.cleaning.sources import read_parts
 from hyperkron.cleaning.trainer import predict
 
 SOURCES = {

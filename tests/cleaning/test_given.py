@@ -18,10 +18,10 @@ from torch.utils.data import TensorDataset
 
 from blobs import Blobs, blobs, quicken
 from hyperkron.cleaning import CleanConfig, CleanResult, clean
+from hyperkron.cleaning.arguments import read_parts
 from hyperkron.cleaning.data import InputForm, ReadOptions, read_pair
 from hyperkron.cleaning.given import Given
 from hyperkron.cleaning.models import HASHED
-from hyperkron.cleaning.sources import read_parts
 from hyperkron.solution import HyperkronError
 
 CONFIG = CleanConfig(epochs=1, compare=())

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from hyperkron.cleaning import CleanConfig, clean
+from hyperkron.cleaning.arguments import read_parts
 from hyperkron.cleaning.data import ReadOptions
-from hyperkron.cleaning.sources import read_parts
 from hyperkron.cli import main
 from hyperkron.solution import HyperkronError
 

@@ -11,8 +11,8 @@ import torch
 
 from blobs import Blobs, blobs, quicken
 from hyperkron.cleaning import CleanConfig, clean, load, resume
+from hyperkron.cleaning.arguments import read_parts
 from hyperkron.cleaning.own import EstimatorModel, Own, fit_estimator
-from hyperkron.cleaning.sources import read_parts
 from hyperkron.solution import HyperkronError
 
 NONE = CleanConfig(epochs=1, compare=())

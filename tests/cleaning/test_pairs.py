@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hyperkron.cleaning.sources import read_parts
+from hyperkron.cleaning.arguments import read_parts
 from hyperkron.solution import HyperkronError
 
 pandas = pytest.importorskip("pandas")

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from hyperkron.cleaning.arguments import check_reading, model_name, plain_sources, read_parts
 from hyperkron.cleaning.config import CleanConfig
 from hyperkron.cleaning.data import ReadOptions, row_hashes
 from hyperkron.cleaning.data.files import listing
@@ -27,7 +28,6 @@ from hyperkron.cleaning.recorded import (
 )
 from hyperkron.cleaning.result import CleanResult
 from hyperkron.cleaning.run import ALONE, CleaningRun, Sharing
-from hyperkron.cleaning.sources import check_reading, model_name, plain_sources, read_parts
 from hyperkron.cleaning.stages import RULES
 from hyperkron.solution import HyperkronError
 

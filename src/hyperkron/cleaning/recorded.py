@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from hyperkron.cleaning.arguments import absolute, model_name
 from hyperkron.cleaning.models import HASHED, TextEncoder
 from hyperkron.cleaning.models.encoder import VARIABLE
-from hyperkron.cleaning.sources import absolute, model_name
 from hyperkron.cleaning.stages import RULES
 from hyperkron.solution import HyperkronError
 

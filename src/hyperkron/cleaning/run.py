@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hyperkron.cleaning import recorded
 from hyperkron.cleaning.alternatives import TREES, available, delivered, judged, targets_for
+from hyperkron.cleaning.arguments import model_name
 from hyperkron.cleaning.budget import ONE_PROCESS, steps_of, tree_fits, within
 from hyperkron.cleaning.choice import Judged, Noise, choose, different, first_verdict, judge, noise_of, verdict
 from hyperkron.cleaning.config import DESCRIPTIONS, OURS, CleanConfig
@@ -37,7 +38,6 @@ from hyperkron.cleaning.result import (
     run_seconds,
     scores_summary,
 )
-from hyperkron.cleaning.sources import model_name
 from hyperkron.cleaning.stages import in_turn
 from hyperkron.cleaning.trainer import Dense, TrainingPlan, TrainingTargets, predict
 from hyperkron.cleaning.work import Work, fit_steps, folds

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from hyperkron.cleaning.arguments import read_parts
 from hyperkron.cleaning.data import export_rows, read, read_pair
-from hyperkron.cleaning.sources import read_parts
 from hyperkron.solution import HyperkronError
 
 ONE, TWO = "caf\u00e9", "cafe\u0301"

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hyperkron.cleaning.arguments import read_parts
 from hyperkron.cleaning.report import page, wording, write_report
 from hyperkron.cleaning.report.folder import read_run
-from hyperkron.cleaning.sources import read_parts
 from hyperkron.cli.summary import summary
 from run_folder import CLASSES, make_rows, picture, write_json, write_run_folder, write_suspects
 

@@ -50,8 +50,9 @@ class KFAC(Kronecker):
         refresh_every: τ; factors and inverses are reused for this many calls.
         ema: β of the moving average of factors.
         fallback: curvature of parameters outside Linear and Conv layers: ``"diagonal"`` measures it (exactly per
-            example for norm layers and embeddings, without the products of several calls of one layer; as a multiple
-            of the identity for anything else), ``"identity"`` takes 1, ``"zero"`` keeps such parameters fixed.
+            example for norm layers and embeddings, without the products of several calls of one layer; for anything
+            else as a multiple of the identity, estimated with random numbers), ``"identity"`` takes 1, ``"zero"``
+            keeps such parameters fixed.
         strict: refuse a model with parameters outside the Kronecker blocks.
         seed: of the Monte-Carlo draws.
         keep_previous: keep the inverses until new ones are ready, and use them if the new factorisation fails.
