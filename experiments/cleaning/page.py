@@ -66,6 +66,7 @@ SET_UP = {
         "pruned, trusted rows added"
     ),
     "best rival": ("picked with hindsight by test accuracy among all others and *outside*; ± half its 95 % interval"),
+    "±": "of candidates a standard error over data sets, against the table before one over runs",
 }
 
 

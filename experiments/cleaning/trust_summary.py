@@ -224,7 +224,7 @@ def verdicts(runs: list[Run], before: list[Run]) -> list[tuple[str, str, str, st
         (
             "held-out minus test, ours against the alternatives",
             "within ±0.5 points",
-            f"{gap:+.2f} ± {gap_error:.2f} points",
+            f"{gap:+.2f} points (standard error {gap_error:.2f})",
             abs(gap) <= 0.5,
         ),
         (
@@ -243,7 +243,7 @@ def verdicts(runs: list[Run], before: list[Run]) -> list[tuple[str, str, str, st
         (
             "noise rate within 3 points",
             "≥ 80 % of settings",
-            f"{f['rate_within']:.0%} (counting the wrong labels of as many random rows as are trusted: "
+            f"{f['rate_within']:.0%} of runs (counting the wrong labels of as many random rows as are trusted: "
             f"{f['rate_counted']:.0%}); off by {f['rate_off']:.1f} points on average ({f['rate_bias']:+.1f} signed); "
             f"inside the printed interval of the rate in {f['rate_covered']:.0%}",
             f["rate_within"] >= 0.8,

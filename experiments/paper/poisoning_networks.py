@@ -1,8 +1,9 @@
 """How much of table 5's scatter is that of the network which gives the verdict, and not of the added rows?
 
 Every attack is made once, with the step size that was chosen for it; then several networks, which differ in their seed
-alone, are trained from scratch on clean and added rows, and as many on the clean rows. The first of them is the network
-of table 5, and where all are recorded the verdict of table 5 takes their mean.
+alone, are trained from scratch on clean and added rows, and as many on the clean rows. The attacks are made again with
+the seeds of table 5, and differ from those there (a GPU adds in another order each time). Where all networks are
+recorded the verdict of table 5 takes their mean.
 
     python -m experiments.paper.poisoning_networks --device cuda --workers 6 --limit-minutes 9   # continues a run
     python -m experiments.paper.poisoning_networks --table                                        # the recorded ones
