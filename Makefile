@@ -2,7 +2,7 @@
 #
 #   make demo     hyperkron clean on mislabelled digits: wrong labels found, and a report
 #   make test     lint, types, doctests and tests
-#   make long     the tests that take too long for `make test`
+#   make long     the tests that take too long for `make test`, and no others
 #   make bench    speed and memory against peers
 #   make faults   kill, signal and damage runs, and count those that survive
 #   make grid     every model × λ × hypergradient against an oracle, and count those silently wrong

@@ -89,7 +89,7 @@ def traffic(size: int, folder: Path) -> dict[str, dict[str, int]]:
 def sharded(mode: str, runs: list[str]) -> dict[str, torch.Tensor]:
     """Hypergradients and ends of runs with θ (``f``), λ (``w``) or both sharded; with "" neither."""
     found = {}
-    for dtype, names in ((torch.float64, sharded_runs.METHODS), (torch.float32, sharded_runs.NAMED)):
+    for dtype, names in ((torch.float64, sharded_runs.METHODS), (torch.float32, (*sharded_runs.NAMED, "kfac reverse"))):
         for name, x in sharded_runs.named(None, list(names), mode, dtype).items():
             found[f"{dtype} {name}"] = x
     for name in runs:

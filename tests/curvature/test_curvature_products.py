@@ -68,8 +68,14 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("damping", [0.0, 0.3])
+@pytest.mark.parametrize(
+    ("name", "damping"),
+    [
+        pytest.param(name, damping, marks=pytest.mark.long if i % 2 == j else ())  # each with one of them
+        for i, name in enumerate(CASES)
+        for j, damping in enumerate((0.0, 0.3))
+    ],
+)
 def test_products_equal_the_dense_matrix(name: str, damping: float) -> None:
     case = CASES[name]()
     eye = damping * torch.eye(sum(p.numel() for p in case.params.values()), dtype=DOUBLE)

@@ -100,10 +100,10 @@ def test_a_run(name: str) -> None:
     split = split_of()
     assert abs(float(split.train[0].std()) - 1) < 0.02
     task = Contest([], Plan(steps=4, tried=2)).trials(LINES["figure 5", f"{name}, each its own"])[0]
-    found = json.loads(json.dumps(linear_runs.run(task._replace(steps=20, test=True), split)))
+    found = json.loads(json.dumps(linear_runs.run(task._replace(steps=8, test=True), split)))
     unit = 10 if name == "trusted only" else 1
-    assert found["curve"]["step"] == [0, 20 * unit]
-    assert key(linear_runs.task_of(found)) == key(task._replace(steps=20, test=True))
+    assert found["curve"]["step"] == [0, 8 * unit]
+    assert key(linear_runs.task_of(found)) == key(task._replace(steps=8, test=True))
     assert (found["moved"] == 0) == (name == "trusted only")
 
 

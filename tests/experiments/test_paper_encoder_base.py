@@ -118,16 +118,17 @@ def test_prices_are_set_beside_sama_and_may_be_missing() -> None:
     assert encoder_page.tables(Result("encoder", "small", (1,), figures)) == []  # an older result
 
 
-@pytest.mark.parametrize(("layers", "again"), [(1, True), (2, False)])
-def test_no_fresh_network_is_trained_where_many_layers_are_tuned(layers: int, again: bool, tmp_path: Path) -> None:
-    settings = BASE["smoke"]
+@pytest.mark.parametrize(("layers", "deep", "again"), [(1, False, True), (2, False, False), (2, True, True)])
+def test_no_fresh_network_is_trained_where_many_layers_are_tuned(
+    layers: int, deep: bool, again: bool, tmp_path: Path
+) -> None:
+    settings = replace(BASE["smoke"], again_deep=deep)
     method = text_methods(settings.rates)["SAMA"]
     setting = {name: values[0] for name, values in method.grid.items()}
-    for given, expected in ((settings, again), (replace(settings, again_deep=True), True)):
-        job = _job(tmp_path, given)
-        source = encoder_cleaning.source_of(job, texts.MADE_UP)
-        entry = encoder_cleaning._entry(job, source, settings.parts[0], layers, method)
-        assert ("again" in entry.final(setting, 1)) is expected
+    job = _job(tmp_path, settings)
+    source = encoder_cleaning.source_of(job, texts.MADE_UP)
+    entry = encoder_cleaning._entry(job, source, settings.parts[0], layers, method)
+    assert ("again" in entry.final(setting, 1)) is again
 
 
 @pytest.mark.long

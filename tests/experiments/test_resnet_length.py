@@ -279,8 +279,9 @@ def test_batches_of_a_pass_have_every_row_once() -> None:
         Shuffled((torch.arange(10),), 4, seed=0)
 
 
-def small() -> tuple[Any, Size]:
-    size = resnet_length.SMOKE
+def small(network: resnet_runs.Network = "cnn") -> tuple[Any, Size]:
+    """Rows and sizes of a short run; ``test_every_method_runs`` trains ResNet-18 with every method."""
+    size = replace(resnet_length.SMOKE, network=network)
     return cleaning.noisy_split(cleaning.made_up((3, 32, 32), 40, 10), size.counts, 0), size
 
 
@@ -289,7 +290,7 @@ def test_a_relative_step_means_the_same_for_every_method(name: str) -> None:
     """By how much the weights of a batch move in the first step that counts, as a root mean square."""
     split, size = small()
     setting = {"outer": 0.01, "damping": 0.1, "inner": 0.01}
-    run = resnet_runs.prepare(name, setting, split, 0, replace(size, network="cnn"))
+    run = resnet_runs.prepare(name, setting, split, 0, size)
     weight = run.advance(MEASURED).state.hyper.weight
     torch.testing.assert_close(weight, torch.full((20,), 0.5))  # only measured so far
     run.advance(1)
@@ -297,9 +298,9 @@ def test_a_relative_step_means_the_same_for_every_method(name: str) -> None:
     assert 0.003 < moved < 0.03 and run.state.step == MEASURED + 1
 
 
-@pytest.mark.parametrize("name", ["AID-KFAC", "trusted + noisy"])
-def test_a_run(name: str) -> None:
-    split, size = small()
+@pytest.mark.parametrize(("name", "network"), [("AID-KFAC", "resnet18"), ("trusted + noisy", "cnn")])
+def test_a_run(name: str, network: resnet_runs.Network) -> None:
+    split, size = small(network)
     setting = {"outer": 0.1, "damping": 0.1, "inner": 0.1}
     found = json.loads(json.dumps(resnet_length.run(Task(name, setting, 0, 3), split, size, Plan(steps=3))))
     assert key(image_contest.task_of(found)) == key(Task(name, setting, 0, 3)) and not found["failed"]
@@ -314,11 +315,22 @@ class Killed(Exception):
     """In place of the end of a process."""
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["trusted + noisy", "AID-KFAC"])
-def test_a_run_that_was_killed_goes_on_bit_for_bit(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    ("name", "network"),
+    [
+        ("AID-KFAC", "cnn"),
+        pytest.param("AID-KFAC", "resnet18", marks=LONG),
+        pytest.param("trusted + noisy", "resnet18", marks=LONG),
+    ],
+)
+def test_a_run_that_was_killed_goes_on_bit_for_bit(
+    name: str, network: resnet_runs.Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Killed in its fourth step, it continues from the third, in the middle of a pass over the rows."""
-    split, size = small()
+    split, size = small(network)
     task = Task(name, {"outer": 0.1, "damping": 0.1, "inner": 0.1}, 0, 6)
     plan, kept = Plan(steps=6), resnet_length.saved(task, tmp_path, resnet_length.SAVED_EVERY / 3)
     assert kept is not None and kept.every == 3
@@ -358,8 +370,7 @@ def test_a_run_that_the_deadline_cuts_short_goes_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize("network", ["resnet18", "cnn"])
 @pytest.mark.parametrize("name", [*resnet_runs.METHODS, *references.KINDS])
 def test_every_method_runs(name: str, network: resnet_runs.Network) -> None:
-    split, size = small()
-    size = replace(size, network=network)
+    split, size = small(network)
     setting = {"outer": 0.1, "inner": 0.05, **{own: first for own, (first, _) in image_contest.OTHERS.items()}}
     assert not resnet_runs.run(name, setting, split, 0, 3, size, test=False)["failed"]
 

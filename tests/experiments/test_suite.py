@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -20,10 +21,14 @@ from experiments.suite import problems, tables
 from experiments.suite import tuned as suite
 
 
+@functools.cache
+def _case() -> Any:
+    return suite.Logistic(train=128, validation=128).case()
+
+
 def _run(name: str, step: float, ratio: float, steps: int) -> dict[str, Any]:
     """A run by a clock that ticks once a step."""
-    case = suite.Logistic(train=128, validation=128).case()
-    return suite.run(case, name, step, ratio, seed=0, seconds=steps, points=2, now=itertools.count().__next__)
+    return suite.run(_case(), name, step, ratio, seed=0, seconds=steps, points=2, now=itertools.count().__next__)
 
 
 def test_the_value_function_has_the_gradient_it_says_and_a_finite_optimum() -> None:
@@ -93,13 +98,13 @@ def test_every_algorithm_lowers_the_suboptimality(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["SABA", "SOBA", "AmIGO", "MRBO", "FSLA", "stocBiO", "F2SA"])
 def test_the_fast_loops_make_the_steps_of_the_library(name: str) -> None:
-    case = suite.Sized(train=300, validation=500).case()  # the last batches of both levels are smaller
+    case = suite.Sized(train=100, validation=150).case()  # the last batches of both levels are smaller
     slow = suite.by_library(case, name, 0.5, 0.1, 3)
-    fast = suite.by_loop(case, name, 0.5, 0.1, 3, chunk=12)
-    for _ in range(12):
+    fast = suite.by_loop(case, name, 0.5, 0.1, 3, chunk=6)
+    for _ in range(6):
         slow.advance()
     fast.advance()
-    assert slow.steps() == fast.steps() == 12
+    assert slow.steps() == fast.steps() == 6
     for a, b in zip(slow.place(slow.here()), fast.place(fast.here()), strict=True):
         (x,), (y,) = a.parameters(), b.parameters()
         assert float(x.detach().norm()) > 0.01

@@ -277,7 +277,7 @@ def test_an_attacker_is_read_from_its_file_and_made_again_where_that_is_gone(
 def test_a_long_attack_has_the_step_size_of_the_short_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unlearnable_attack, "judge", lambda *_: 50.0)
     row = Row(25, "AID-CG", "long", "CNN")
-    one = job(tmp_path, rows=(row,), rates=(0.1, 1e-3))
+    one = job(tmp_path, rows=(row,), rates=(0.1, 1e-3), case=replace(TINY, steps=1, looks=1))
     for piece, score in zip(list(unlearnable.ready(one)), (60.0, 30.0), strict=True):
         one.cells.put(piece.key, {"held_out": score}, 1.0)
     found = unlearnable.Work(one).attack(row)[1]

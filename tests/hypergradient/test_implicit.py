@@ -35,9 +35,15 @@ SOLVERS: dict[str, Callable[[hk.curvature.Hessian | hk.curvature.GGN], hk.Implic
 }
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("curvature", [hk.curvature.Hessian, hk.curvature.GGN])
-@pytest.mark.parametrize("cross", ["auto", "reverse"])
+@pytest.mark.parametrize(
+    ("solver", "cross"),
+    [
+        pytest.param(solver, cross, marks=pytest.mark.long if i % 2 == j else ())  # each with one way by ``make test``
+        for i, solver in enumerate(SOLVERS)
+        for j, cross in enumerate(("auto", "reverse"))
+    ],
+)
 def test_converged_solvers_give_the_dense_hypergradient(
     solver: str, curvature: type[hk.curvature.Hessian] | type[hk.curvature.GGN], cross: str
 ) -> None:

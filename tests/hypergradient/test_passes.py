@@ -177,8 +177,15 @@ class Summed(nn.Module):
         return self.one(x) + self.two(x)
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["", "one gradient for two weights"])
-@pytest.mark.parametrize("stretch", [1, 2**28])
+@pytest.mark.parametrize(
+    ("stretch", "shared"),
+    [
+        (1, False),
+        (2**28, True),
+        pytest.param(1, True, marks=pytest.mark.long),
+        pytest.param(2**28, False, marks=pytest.mark.long),
+    ],
+)
 def test_v_is_solved_in_the_memory_of_b(
     device: str, stretch: int, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

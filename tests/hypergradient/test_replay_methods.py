@@ -32,8 +32,8 @@ def test_the_identity_can_be_recorded(device: str) -> None:
     ("options", "recordings"),
     [
         ({}, 0),  # every step makes a basis
-        ({"basis_every": 4}, 1),
-        ({"refresh_every": 3}, 1),
+        pytest.param({"basis_every": 4}, 1, marks=pytest.mark.long),
+        pytest.param({"refresh_every": 3}, 1, marks=pytest.mark.long),
         ({"refresh_every": 3, "basis_every": 2}, 2),
         ({"basis_every": 4, "ema": 0.3}, 1),
         ({"basis_every": 4, "keep_previous": False}, 1),
@@ -108,7 +108,9 @@ SOLVED: dict[str, Callable[..., hk.Implicit]] = {
 """Solvers that do all their iterations in :func:`trained`."""
 
 
-@pytest.mark.parametrize("name", SOLVED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name in ("cg", "neumann") else ()) for name in SOLVED]
+)
 def test_iterative_solvers_are_replayed(device: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     expected = trained(SOLVED[name](), device)

@@ -128,7 +128,9 @@ def test_every_refresh_with_a_basis_of_its_own_is_what_it_was() -> None:
         course.move()
 
 
-@pytest.mark.parametrize("stop", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize(
+    "stop", [pytest.param(1, marks=pytest.mark.long), 2, 3, pytest.param(4, marks=pytest.mark.long), 5]
+)
 @pytest.mark.parametrize("name", ["lasting", "lasting, kept calls", "lasting, average", "thin"])
 def test_a_resumed_run_continues_bit_for_bit(name: str, stop: int) -> None:
     def method() -> hk.Implicit:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -78,17 +79,17 @@ def both(
     return found[1], found[0], how
 
 
-@pytest.mark.parametrize(
-    "fisher",
-    [
-        pytest.param("mc", marks=pytest.mark.long),
-        "rademacher",
-        "type-2",
-        pytest.param("empirical", marks=pytest.mark.long),
-    ],
-)
+def turns(kept: tuple[str, str], *later: str) -> list[Any]:
+    """Every model with all these vectors; by ``make test`` with the first of ``kept``, the next one with the second."""
+    return [
+        pytest.param(name, fisher, marks=() if fisher == kept[i % 2] else pytest.mark.long)
+        for i, name in enumerate(WIDE)
+        for fisher in (*kept, *later)
+    ]
+
+
 @pytest.mark.parametrize("kind", ["ekfac", "exact"])
-@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize(("name", "fisher"), turns(("rademacher", "type-2"), "mc", "empirical"))
 def test_a_thin_basis_gives_what_the_complete_one_does(name: str, kind: str, fisher: str) -> None:
     curvature = (
         hk.curvature.EKFAC(1e-3, fisher=fisher)
@@ -144,8 +145,7 @@ def test_reduced_factors_do_not_span_the_gradients_of_all_positions() -> None:
     assert oracles.relative(matrix, wanted) < 1e-12
 
 
-@pytest.mark.parametrize("fisher", ["type-2", "empirical"])
-@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize(("name", "fisher"), turns(("type-2", "empirical")))
 def test_a_lasting_basis_from_rows_gives_what_that_of_the_matrix_does(name: str, fisher: str) -> None:
     (matrix, inverse), (wanted, wanted_inverse), how = both(
         WIDE[name](), hk.curvature.EKFAC(1e-3, fisher=fisher, basis_every=2)

@@ -61,8 +61,14 @@ EXACT: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", EXACT)
-@pytest.mark.parametrize("cross", ["auto", "reverse"])
+@pytest.mark.parametrize(
+    ("name", "cross"),
+    [
+        pytest.param(name, cross, marks=pytest.mark.long if i % 2 == j else ())  # each with one way by ``make test``
+        for i, name in enumerate(EXACT)
+        for j, cross in enumerate(("auto", "reverse"))
+    ],
+)
 def test_hypergradient_is_exact_where_kfac_is_the_hessian(name: str, cross: str) -> None:
     build, shape, sharing = EXACT[name]
     case = make(build(), shape)
