@@ -101,6 +101,16 @@ def test_augmentation_is_random_and_vanishes_with_its_strength() -> None:
     assert torch.allclose(hk.Augmentation(1e-8)(x), x, atol=1e-6)
 
 
+def test_contrast_leaves_examples_of_one_number_as_they_are() -> None:
+    """Each is its own mean, whatever the others of the batch are."""
+    augmentation = hk.Augmentation(0.5)
+    with torch.no_grad():
+        augmentation.log[1:] = -50.0
+    x = torch.tensor([1.0, 5.0, 9.0])
+    torch.testing.assert_close(augmentation(x).detach(), x)
+    torch.testing.assert_close(augmentation(x[:, None]).detach(), x[:, None])
+
+
 @pytest.mark.parametrize(
     "make",
     [

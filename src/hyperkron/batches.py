@@ -107,6 +107,12 @@ class Loader(Source):
                         told(self.epoch)
                 self._start, self._draws_seed = self._random(), self._new_workers
                 self._iterator, self.served = iter(self.iterable), 0
+            if getattr(self._iterator, "_num_yielded", self.served) != self.served:
+                raise HyperkronError(
+                    f"{self.argument} is a DataLoader with persistent_workers=True, which has one iterator, and that was "
+                    "begun again elsewhere in the middle of an epoch (by the other level, an evaluation or another "
+                    "run); make a loader for each of them, or set persistent_workers=False."
+                )
             try:
                 batch = next(self._iterator)
             except StopIteration:

@@ -286,7 +286,7 @@ class Augmentation(nn.Module):
         contrast, brightness, noise = self.log.exp()
         shape = (len(x), *(1,) * (x.ndim - 1))
         u1, u2 = (2 * torch.rand(shape, dtype=x.dtype, device=x.device) - 1 for _ in range(2))
-        mean = x.mean(tuple(range(1, x.ndim)), keepdim=True)
+        mean = x.mean(tuple(range(1, x.ndim)), keepdim=True) if x.ndim > 1 else x
         return (1 + contrast * u1) * (x - mean) + mean + brightness * u2 + noise * torch.randn_like(x)
 
 

@@ -179,6 +179,25 @@ def test_dropout_draws_a_new_mask_in_every_step_and_one_for_both_points(name: st
         assert len(set(masks)) == steps
 
 
+@pytest.mark.parametrize("name", ["MRBO", "SUSTAIN", "VRBO"])
+def test_differences_between_two_points_are_taken_under_one_dropout_mask(name: str) -> None:
+    """Where no variable moves the two points are one, so that d_θ stays what it was."""
+    own = {"inner_steps": 3} if name == "VRBO" else {"momentum": 0.0}
+    algorithm = getattr(hk.algorithms, name)(inner_rate=0.0, outer_rate=0.0, **own)
+    model, hyper = nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 16)), hk.as_hyper(torch.zeros(()))
+    data = hk.algorithms.Examples(torch.randn(8, 3), batch_size=4)
+    problem = hk.BilevelProblem(
+        lambda model, hyper, batch: model(batch[0]).square().mean() * hyper().exp(),
+        lambda model, hyper, batch: model(batch[0]).square().mean(),
+    )
+    state = algorithm.init(problem, model, hyper)
+    found = []
+    for _ in range(2):
+        algorithm.step(state, hk.algorithms.BatchSources(data, data))
+        found.append(state.trees["d theta" if name == "VRBO" else "d_theta"])
+    torch.testing.assert_close(found[1], found[0])
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "wanted"),
     [

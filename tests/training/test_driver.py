@@ -102,6 +102,13 @@ def test_when_it_evaluates(when: dict[str, Any], steps: list[int]) -> None:
     assert [x for x in column if x is not None] == [x for x in steps if x > 0]
 
 
+def test_a_run_that_is_advanced_again_is_evaluated_at_equal_distances_again() -> None:
+    evaluate = Evaluate(lambda run: {"seen": 1}, times=5)
+    run = start(10, callbacks=[evaluate])
+    run.advance(10)
+    assert [row["step"] for row in evaluate.rows] == [2, 4, 6, 8, 10, 12, 16, 20]
+
+
 def test_equal_distances_are_by_time_where_time_ends_the_run() -> None:
     evaluate = Evaluate(lambda run: {"seen": 1}, times=3)
     start(seconds=9, clock=Ticking(), callbacks=[evaluate])

@@ -87,6 +87,11 @@ def test_the_ball_projection_is_the_nearest_point(x: torch.Tensor) -> None:
         assert torch.allclose(p, 1.5 * x / x.norm())
 
 
+@pytest.mark.parametrize("projection", [hk.Box(), hk.Ball(), hk.Simplex()])
+def test_a_parameter_without_entries_has_nothing_to_project(projection: Any) -> None:
+    assert projection(torch.zeros(0, 3)).shape == (0, 3)
+
+
 @pytest.mark.parametrize("make", [lambda: hk.Box(1, 0), lambda: hk.Ball(0.0), lambda: hk.Simplex(-1.0)])
 def test_empty_sets_are_refused(make: Any) -> None:
     with pytest.raises(hk.HyperkronError):
@@ -241,6 +246,18 @@ def test_loaders_whose_workers_persist_continue_with_the_same_batches(used: bool
     resumed.load_state_dict(source.state_dict())
     for _ in range(8):
         assert resumed.next().tolist() == source.next().tolist()
+
+
+@pytest.mark.parametrize("elsewhere", [lambda loader: Loader(loader).next(), list], ids=["a level", "an evaluation"])
+def test_a_loader_whose_workers_persist_is_not_shared(elsewhere: Any) -> None:
+    """Its one iterator begins again for whoever asks; batches were left out or repeated, silently."""
+    loader: Any = DataLoader(range(8), 2, num_workers=1, persistent_workers=True)  # type: ignore[arg-type]
+    source = Loader(loader, "inner_data")
+    for _ in range(2):
+        source.next()
+    elsewhere(loader)
+    with pytest.raises(hk.HyperkronError, match=r"inner_data is a DataLoader with persistent_workers=True.* make a "):
+        source.next()
 
 
 def sampled(kind: str) -> DataLoader[Any]:

@@ -82,6 +82,29 @@ def test_a_nan_gradient_behind_a_finite_loss_is_found_in_the_step_that_made_it(t
     assert digest([memory(run)[part] for part in parts], tmp_path) == before
 
 
+@pytest.mark.parametrize("spoilt", ["θ value", "λ value", "buffer count"])
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_what_a_step_leaves_non_finite_is_found_whatever_its_shape(
+    spoilt: str, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    model, hyper = (hk.as_hyper(torch.full(shape, start)) for start in (0.5, 0.25))
+    hyper.register_buffer("count", torch.zeros(shape))
+    held = {"θ value": model.value, "λ value": hyper.value, "buffer count": hyper.count}
+
+    def project(x: Any) -> Any:
+        if run is not None:  # at the end of the step, when all losses have been evaluated
+            held[spoilt].data.fill_(math.nan)
+        return x
+
+    run, guard = None, hk.training.SkipFailures(folder=tmp_path)
+    problem = hk.BilevelProblem(lambda m, h, _: (m() - h()).square().sum(), lambda m, h, _: (m() - 1).square().sum())
+    aid = hk.algorithms.aid_cg(1)
+    run = hk.fit(problem, model, hyper, aid, None, None, steps=0, projection=project, callbacks=[guard])
+    run.advance(1)
+    assert run.history[-1]["status"] == "SKIPPED" and spoilt in str(run.history[-1]["reason"])
+    assert all(bool(x.isfinite().all()) for x in held.values())
+
+
 def test_the_run_ends_after_n_in_a_row_and_names_the_file_with_the_batches(tmp_path: Path) -> None:
     bad = Poison({3, 4, 5, 6, 7, 8, 9})
     guard = hk.training.SkipFailures(limit=2, folder=tmp_path / "notes")

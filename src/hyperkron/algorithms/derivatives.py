@@ -83,6 +83,14 @@ def kept_buffers(model: nn.Module, hyper: nn.Module) -> Iterator[None]:
             module._buffers.update(buffers)
 
 
+@contextmanager
+def kept_random(state: State) -> Iterator[None]:
+    """After the block torch's random states, on the CPU and the device of θ, are what they were."""
+    device = state.generator.device
+    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+        yield
+
+
 def gradients(
     state: State,
     level: Literal["inner", "outer"],
@@ -123,6 +131,13 @@ def gradients(
     count = len(state.params)
     by_hyper = trees.filled(state.hypers, found[count:]) if hyper else {}
     return Gradients(loss.value.detach(), trees.filled(state.params, found[:count]), by_hyper)
+
+
+def two_gradients(state: State, batch: Any, theta: Tree, hyper: Tree) -> tuple[Gradients, Tree]:
+    """∂θ J_in here, as a real step of θ, and at (``theta``, ``hyper``), both with the same random numbers."""
+    with kept_random(state), elsewhere(state, theta, hyper):
+        there = gradients(state, "inner", batch, hyper=False).theta
+    return gradients(state, "inner", batch, live=True, hyper=False), there
 
 
 def descend(state: State, batches: BatchSources, steps: int) -> Tensor | None:

@@ -40,7 +40,7 @@ class MRBO(Algorithm):
         d_θ ← ∂_θ g(z) + (1 − η_t)(d_θ − ∂_θ g(z⁻)) ,      d_λ ← h(z) + (1 − η_t)(d_λ − h(z⁻))
         θ ← θ − α_t d_θ ,      λ ← λ − γ_t d_λ
 
-    where z = (λ, θ), z⁻ is the point before, both evaluated on the same batches, and h is the hypergradient (by
+    where z = (λ, θ), z⁻ is the point before, both evaluated on the same batches and random numbers, and h is the hypergradient (by
     default a Neumann series with a fresh batch for each product). At the first step d = the plain gradients.
     ``MRBO(hypergradient=hk.kfac())`` is MRBO-KFAC; the same Monte-Carlo draw serves both points. BOME's comparison
     code stores the old point as an alias of the new one, which turns this into a plain moving average.
@@ -66,16 +66,15 @@ class MRBO(Algorithm):
         theta_batch = batches.inner()
         pair = batches.inners(method.inner_batches), batches.outer()
         own = derivatives.curvature_batch(state, batches)
-        inner = derivatives.gradients(state, "inner", theta_batch, live=True, hyper=False)
         memory = state.trees
         if memory:
-            keep = 1.0 - min(1.0, as_rate(self.momentum)(state.step))
-            with derivatives.elsewhere(state, memory["theta"], memory["lambda"]):
-                old = derivatives.gradients(state, "inner", theta_batch, hyper=False)
-            result, there = two_points(state, *pair, memory["theta"], memory["lambda"], **own)
-            d_theta = trees.add(inner.theta, trees.subtract(memory["d_theta"], old.theta), alpha=keep)
+            keep, before = 1.0 - min(1.0, as_rate(self.momentum)(state.step)), (memory["theta"], memory["lambda"])
+            inner, old = derivatives.two_gradients(state, theta_batch, *before)
+            result, there = two_points(state, *pair, *before, **own)
+            d_theta = trees.add(inner.theta, trees.subtract(memory["d_theta"], old), alpha=keep)
             d_lambda = trees.add(result.grads, trees.subtract(memory["d_lambda"], there.grads), alpha=keep)
         else:
+            inner = derivatives.gradients(state, "inner", theta_batch, live=True, hyper=False)
             result = method.compute(state.problem, state.model, state.hyper, *pair, **own)
             d_theta, d_lambda = inner.theta, result.grads
         state.trees = {

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from hyperkron import trees
 from hyperkron.algorithms import derivatives
 from hyperkron.algorithms.base import Algorithm, Count, Positive, State, StepReport
@@ -68,12 +66,10 @@ class PZOBO(Algorithm):
 
     def _run(self, state: State, inner_batches: list[Any]) -> Tree:
         """θ_T from the current θ at the current λ; model, optimizer, scaler and random states are left as they were."""
-        twin, device = state.inner.twin(memory=True), state.generator.device
-        devices = [] if device.type == "cpu" else [device]
+        twin = state.inner.twin(memory=True)
         scaler = twin.scaler
         kept = {} if scaler is None else scaler.state_dict()
-        buffers = derivatives.kept_buffers(state.model, state.hyper)
-        with buffers, torch.random.fork_rng(devices, device_type=device.type):
+        with derivatives.kept_buffers(state.model, state.hyper), derivatives.kept_random(state):
             for batch in inner_batches:
                 found = derivatives.gradients(state, "inner", batch, theta=twin.params, live=True, hyper=False)
                 twin.step(found.theta)

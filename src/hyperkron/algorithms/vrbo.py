@@ -55,14 +55,12 @@ class VRBO(Algorithm):
         for _ in range(self.inner_steps):
             i, j = inner.index(), outer.index()
             batch, share = inner.batch(i), inner.share(i)
-            new = derivatives.gradients(state, "inner", batch, live=True, hyper=False)
-            with derivatives.elsewhere(state, old_theta, old_hyper):
-                old = derivatives.gradients(state, "inner", batch, hyper=False)
+            new, old = derivatives.two_gradients(state, batch, old_theta, old_hyper)
             pair = batches.inners(method.inner_batches), outer.batch(j)
             own = derivatives.curvature_batch(state, batches)
             here, there = two_points(state, *pair, old_theta, old_hyper, **own)
             old_theta, old_hyper = state.inner.values(), state.outer.values()
-            memory["d theta"] = trees.add(memory["d theta"], trees.subtract(new.theta, old.theta), alpha=share)
+            memory["d theta"] = trees.add(memory["d theta"], trees.subtract(new.theta, old), alpha=share)
             memory["d hyper"] = trees.add(memory["d hyper"], trees.subtract(here.grads, there.grads))
             state.inner.step(memory["d theta"])
         return state.finish(here.outer_loss, direction, new.value, status=here.status)

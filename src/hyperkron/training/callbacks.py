@@ -58,7 +58,6 @@ class Evaluate(Callback):
             )
         self.function, self.every, self.at, self.times, self.start = function, every, frozenset(at), times, start
         self.rows: list[dict[str, Value]] = []
-        self._reached = 0
 
     def _evaluate(self, run: Run, taken: Collection[str] = ()) -> dict[str, Value] | None:
         modes = {module: module.training for root in (run.state.model, run.state.hyper) for module in root.modules()}
@@ -75,14 +74,18 @@ class Evaluate(Callback):
         self.rows.append({"step": run.state.step, "seconds": run.seconds, **values})
         return values
 
+    def _parts(self, run: Run) -> int:
+        """How many of the ``times`` equal parts of the run are over."""
+        return math.floor(run.progress * (self.times or 0) + 1e-9)
+
     def on_start(self, run: Run) -> None:
+        self._reached = self._parts(run)
         if self.start and not self.rows:
             self._evaluate(run)
 
     def on_step(self, run: Run, report: StepReport) -> dict[str, Value] | None:
-        step, reached = report.step + 1, math.floor(run.progress * (self.times or 0) + 1e-9)
-        due = reached > self._reached or step in self.at or (self.every is not None and step % self.every == 0)
-        self._reached = max(self._reached, reached)
+        step, before, self._reached = report.step + 1, self._reached, self._parts(run)
+        due = self._reached > before or step in self.at or (self.every is not None and step % self.every == 0)
         return self._evaluate(run, run.row) if due else None
 
     def on_end(self, run: Run) -> None:
@@ -91,11 +94,11 @@ class Evaluate(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         rows = [{name: value for name, value in row.items() if name != "seconds"} for row in self.rows]
-        return {"rows": json.dumps(rows), "reached": self._reached, "seconds": [row["seconds"] for row in self.rows]}
+        return {"rows": json.dumps(rows), "seconds": [row["seconds"] for row in self.rows]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         rows = zip(json.loads(state["rows"]), state["seconds"], strict=True)
-        self.rows, self._reached = [{"seconds": seconds, **row} for row, seconds in rows], state["reached"]
+        self.rows = [{"seconds": seconds, **row} for row, seconds in rows]
 
 
 def _figures(found: Any, taken: Collection[str]) -> dict[str, Value]:

@@ -85,6 +85,8 @@ class Simplex:
 
     def __call__(self, x: Tensor) -> Tensor:
         """The nearest point of the simplex."""
+        if x.numel() == 0:
+            return x
         flat = x.reshape(-1)
         ordered = flat.sort(descending=True).values
         excess = ordered.cumsum(0) - self.total

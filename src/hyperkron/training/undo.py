@@ -53,7 +53,7 @@ class TrainingSnapshot:
 def refuse_non_finite(state: State) -> None:
     """Raise an error if a step has produced NaN or infinity; one copy to the host for each device."""
     floating = ((name, x) for name, x in _updated(state) if isinstance(x, Tensor) and x.is_floating_point())
-    tensors = {name: x.detach() for name, x in floating if x.numel() > 0 and x.dim() > 0}
+    tensors = {name: x.detach() for name, x in floating if x.numel() > 0}
     by_device: dict[torch.device, trees.Tree] = {}
     for name, x in tensors.items():
         by_device.setdefault(x.device, {})[name] = x
@@ -73,10 +73,11 @@ def _updated(state: State) -> Iterator[tuple[str, Any]]:
         for name, p in level_optimizer.params.items():
             yield f"{level} {name}", p
             for key, x in level_optimizer.optimizer.state.get(p, {}).items():
-                yield f"{level} {name} ({key} of the optimizer)", x
+                if key != "step":  # a count, often on another device than θ
+                    yield f"{level} {name} ({key} of the optimizer)", x
     for key, tree in state.trees.items():
         yield from ((f"{key} {name}", x) for name, x in tree.items())
-    yield from ((f"buffer {name}", x) for name, x in state.model.named_buffers())
+    yield from ((f"buffer {name}", x) for part in (state.model, state.hyper) for name, x in part.named_buffers())
 
 
 # --- steps -------------------------------------------------------------------------------------------------
