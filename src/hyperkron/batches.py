@@ -109,9 +109,9 @@ class Loader(Source):
                 self._iterator, self.served = iter(self.iterable), 0
             if getattr(self._iterator, "_num_yielded", self.served) != self.served:
                 raise HyperkronError(
-                    f"{self.argument} is a DataLoader with persistent_workers=True, which has one iterator, and that was "
-                    "begun again elsewhere in the middle of an epoch (by the other level, an evaluation or another "
-                    "run); make a loader for each of them, or set persistent_workers=False."
+                    f"{self.argument} is a DataLoader with persistent_workers=True, whose one iterator was begun again "
+                    "elsewhere in the middle of an epoch (by the other level, an evaluation or another run); make a "
+                    "loader for each of them, or set persistent_workers=False."
                 )
             try:
                 batch = next(self._iterator)

@@ -133,11 +133,12 @@ def test_errors_of_the_program_are_raised_and_recorded(tmp_path: Path) -> None:
         ({"storage": "postgresql+nothing://me:secret@nowhere/base"}, r"postgresql\+nothing://me:\*\*\*@nowhere"),
         ({"trials": 0}, "trials=0"),
         ({"heartbeat": 0.5}, "heartbeat=0.5"),
+        ({"space": {}}, "space={} has no settings to search"),
     ],
 )
 def test_wrong_arguments_are_named(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(hk.HyperkronError, match=message) as caught:
-        sweep(parabola, SPACE, **{"storage": "never.db", **arguments})
+        sweep(parabola, **{"space": SPACE, "storage": "never.db", **arguments})
     assert "secret" not in str(caught.value)
 
 

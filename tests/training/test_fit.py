@@ -17,6 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 import hyperkron as hk
 from hyperkron.batches import Loader
+from hyperkron.training import Evaluate
 from hyperkron.training.callback import Callback
 from quadratic import Quadratic
 
@@ -369,6 +370,20 @@ def test_callbacks_are_called_and_add_to_the_history() -> None:
     assert calls == ["start", "step 0", "step 1", "step 2", "end"]
     assert run.history.column("second") == [None, 1.0, None]
     assert run.history[-1]["mean"] == float(run.state.hyper().detach().mean())
+
+
+def test_a_step_is_in_the_history_also_where_a_callback_is_interrupted() -> None:
+    def function(run: hk.Run) -> None:
+        if run.state.step == 2:
+            raise KeyboardInterrupt
+
+    first = Evaluate(lambda run: {"seen": run.state.step}, every=1)
+    run = prepare(0, callbacks=[first, Evaluate(function, every=1)])
+    with pytest.raises(KeyboardInterrupt):
+        run.advance(4)
+    run.advance(2)
+    assert run.history.column("step") == [0, 1, 2, 3]
+    assert run.history.column("seen") == [1, 2, 3, 4]
 
 
 def test_early_stopping_stops() -> None:

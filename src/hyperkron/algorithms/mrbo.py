@@ -40,8 +40,9 @@ class MRBO(Algorithm):
         d_θ ← ∂_θ g(z) + (1 − η_t)(d_θ − ∂_θ g(z⁻)) ,      d_λ ← h(z) + (1 − η_t)(d_λ − h(z⁻))
         θ ← θ − α_t d_θ ,      λ ← λ − γ_t d_λ
 
-    where z = (λ, θ), z⁻ is the point before, both evaluated on the same batches and random numbers, and h is the hypergradient (by
-    default a Neumann series with a fresh batch for each product). At the first step d = the plain gradients.
+    where z = (λ, θ), z⁻ is the point before, both evaluated on the same batches and random numbers, and h is the
+    hypergradient (by default a Neumann series with a fresh batch for each product). At the first step d = the plain
+    gradients.
     ``MRBO(hypergradient=hk.kfac())`` is MRBO-KFAC; the same Monte-Carlo draw serves both points. BOME's comparison
     code stores the old point as an alias of the new one, which turns this into a plain moving average.
 

@@ -37,6 +37,10 @@ def distributions(space: Space) -> dict[str, Any]:
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     found: dict[str, Any] = {}
+    if not space:
+        raise HyperkronError(
+            f"space={space!r} has no settings to search; name one, as {{'damping': Range(1e-4, 1e-1)}}."
+        )
     for name, given in space.items():
         if isinstance(given, Range):
             whole = isinstance(given.low, int) and isinstance(given.high, int)

@@ -193,9 +193,11 @@ class Run:
         if report.status is not None:
             self.row["status"] = report.status.name
         self.row.update(report.stats)
-        for callback in self.callbacks:
-            self.row.update(callback.on_step(self, report) or {})
-        self._append(self.row)
+        try:
+            for callback in self.callbacks:
+                self.row.update(callback.on_step(self, report) or {})
+        finally:  # the step is done, also if a callback raises an error or is interrupted
+            self._append(self.row)
         for callback in self.callbacks:
             callback.on_boundary(self)
 
