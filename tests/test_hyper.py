@@ -67,6 +67,7 @@ def test_meta_weights() -> None:
     assert losses.grad is None  # θ does not learn through its own weight
     assert hk.MetaWeightNet(normalise=True)(losses).mean().item() == pytest.approx(1.0)
     assert hk.MetaWeightNet(features=2)(torch.zeros(4, 2)).shape == (4,)
+    assert hk.MetaWeightNet()(torch.zeros(0)).shape == (0,)
 
 
 def test_domain_weights() -> None:
@@ -128,6 +129,7 @@ def test_contrast_leaves_examples_of_one_number_as_they_are() -> None:
         lambda: hk.Augmentation(0.0),
         lambda: hk.Augmentation()(torch.zeros(2, 1, 3, 3, dtype=torch.uint8)),
         lambda: hk.MetaWeightNet(5)(torch.zeros(4, 2)),
+        lambda: hk.MetaWeightNet(5)(torch.tensor(1.0)),
     ],
 )
 def test_bad_arguments_are_refused(make: Any) -> None:

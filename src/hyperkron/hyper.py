@@ -131,13 +131,12 @@ class MetaWeightNet(nn.Module):
     def forward(self, losses: Tensor) -> Tensor:
         """The weights (N,) of examples with these losses (N,), or features (N, features)."""
         first: Any = self.net[0]
-        inputs = losses.detach().to(first.weight.dtype)
-        inputs = inputs.reshape(len(inputs), -1)
-        if inputs.shape[1] != first.in_features:
+        if losses.ndim == 0 or math.prod(losses.shape[1:]) != first.in_features:
             raise HyperkronError(
-                f"losses has shape {tuple(losses.shape)}, which is {inputs.shape[1]} numbers per example, but this "
-                f"MetaWeightNet has features={first.in_features}; give one loss per example, or set features."
+                f"losses has shape {tuple(losses.shape)}, but this MetaWeightNet has features={first.in_features} for "
+                "each example; give one loss per example, not their mean, or set features."
             )
+        inputs = losses.detach().to(first.weight.dtype).reshape(len(losses), first.in_features)
         weights = self.scale * self.net(inputs).squeeze(1).sigmoid()
         if not self.normalise:
             return weights

@@ -274,11 +274,12 @@ def example_weights(run: Run) -> Tensor | None:
 class WatchInverses(Callback):
     """Warns when hypergradients use an inverse that is too old, and stops the run if that continues.
 
-    An inverse is stale if it was used more than ``age`` times, or if refreshing it failed (``KEPT_PREVIOUS``) ``kept``
+    An inverse is stale if its age, the number of hypergradients before this one that used it, is above ``age``, or if
+    refreshing it failed (``KEPT_PREVIOUS``) ``kept``
     times within the last ``window`` steps. The guard warns once and writes ``STALE`` into the column ``guard``.
 
     Args:
-        age: how many hypergradients may use one inverse.
+        age: how many earlier hypergradients may have used an inverse.
         kept: how many failed refreshes make it stale.
         window: the number of last steps in which failed refreshes are counted.
         limit: how many stale steps in a row end the run.
