@@ -137,12 +137,23 @@ def _source(given: Any, train: Any, argument: str) -> Any:
                 "give (x, y), a dictionary of columns, or a Dataset of such pairs."
             )
         xs, ys = [p[0] for p in pairs], [p[1] for p in pairs]
-        x = arrays.tensor_array(torch.stack([torch.as_tensor(v) for v in xs])) if not isinstance(xs[0], str) else xs
-        return {"x": x, "y": [v.item() if isinstance(v, Tensor) else v for v in ys]}
+        x = xs if isinstance(xs[0], str) else _stacked(xs, argument)
+        return {"x": x, "y": [v.tolist() if isinstance(v, Tensor) else v for v in ys]}
     raise HyperkronError(
         f"cannot read rows from a {type(given).__name__}; give a path, a DataFrame, a dictionary of columns, (x, y), "
         "or a torch Dataset of such pairs."
     )
+
+
+def _stacked(inputs: list[Any], argument: str) -> Any:
+    """The inputs of a Dataset as one array."""
+    try:
+        return arrays.tensor_array(torch.stack([torch.as_tensor(value) for value in inputs]))
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise HyperkronError(
+            f"{argument}: its inputs, the first a {type(inputs[0]).__name__}, make no array ({error}). "
+            "Give texts, or arrays of one shape, such as np.asarray(picture.convert('RGB').resize((64, 64)))."
+        ) from error
 
 
 def _array(values: Any) -> Any:

@@ -128,7 +128,7 @@ def explain(
     explained = []
     for q, (probability, best) in enumerate(zip(*predicted.max(1), strict=True)):
         sides = [_witnesses(side(q, count), run.parts, learnt) for side in (found.helpful, found.harmful)]
-        said, content = result.classes[int(best)], shown(run.parts[0], rows.inputs[q])
+        said, content = result.classes[int(best)], shown(run.parts[0], rows, q)
         explained.append(Explained(int(rows.rows[q]), labels[q], said, float(probability), content, *sides))
     return Explanation(out.resolve().name, run.parts[0].kind, explained, messages, found)
 
@@ -174,5 +174,5 @@ def _witnesses(pairs: list[tuple[int, float]], parts: Sequence[Labelled], learnt
         part, i = (noisy, i) if i < len(noisy) else (trusted, i - len(noisy))
         label, learnt_as = int(part.labels[i]), int(learnt.evidence[position].argmax())
         names = part.classes[label], part.classes[learnt_as]
-        found.append(Witness(int(part.rows[i]), *names, part is trusted, score, shown(part, part.inputs[i])))
+        found.append(Witness(int(part.rows[i]), *names, part is trusted, score, shown(part, part, i)))
     return found

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hyperkron.cleaning.data import Labelled, RowHashes
+from hyperkron.cleaning.data import Labelled, NewRows, RowHashes
+from hyperkron.cleaning.data.files import np
 from hyperkron.cleaning.data.kept import csv_line
 from hyperkron.cleaning.fields import FORMAT, REMEDY, read_object, resume_command
 from hyperkron.cleaning.recorded import digest
@@ -249,7 +250,7 @@ class RunFolder:
                     "error_probability": round(probability[i], 6),
                     "weight": round(weight[i], 6),
                     "weights": [round(w, 4) for w in scores["history"][i].tolist()],
-                    **shown(train, train.inputs[i]),
+                    **shown(train, train, i),
                 }
             )
         self._put("suspects.jsonl", "".join(json.dumps(line) + "\n" for line in lines).encode("ascii"))
@@ -265,15 +266,16 @@ def _sound(line: dict[str, Any], event: str) -> bool:
     return all(0 <= x < 1e12 for x in numbers) and all(isinstance(x, str) for x in names)
 
 
-def shown(train: Labelled, inputs: Any) -> dict[str, Any]:
-    """What a person sees of a row with these inputs, in the form of ``train``: its text, picture, or features."""
+def shown(train: Labelled, rows: Labelled | NewRows, i: int) -> dict[str, Any]:
+    """What a person sees of one of some rows in the form of ``train``: its text, picture, or features."""
     found: dict[str, Any] = {"text": None, "image": None, "features": None}
     if train.kind == "text":
-        found["text"] = str(inputs)
+        found["text"] = str(rows.inputs[i])
     elif train.kind == "image":
-        found["image"] = _picture(inputs)
+        found["image"] = _picture(rows.inputs[i])
     else:
-        cells = {} if train.encoding is None else train.encoding.cells(inputs)
+        cells = {} if train.encoding is None else train.encoding.cells(np.asarray(rows.inputs[i]))
+        cells |= {name: names[i] for name, names in rows.written.items()}
         found["features"] = dict(list(cells.items())[:SHOWN_FEATURES])
     return found
 

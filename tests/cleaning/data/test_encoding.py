@@ -99,7 +99,7 @@ def test_a_person_sees_dates_and_whole_numbers_as_they_are() -> None:
     }
     table["day"] = [20211007, 20200301, 20201231, 19991231]  # of these numbers float32 holds every other one
     rows = read({**table, "label": ["a", "b", "a", "b"]})
-    seen = [shown(rows, inputs)["features"] for inputs in rows.inputs]
+    seen = [shown(rows, rows, i)["features"] for i in range(len(rows))]
     assert [row["when"] for row in seen] == ["2022-02-24", None, "2021-01-13", "2020-12-01"]
     assert [wording.value(row["order"]) for row in seen][:2] == ["1482262", "1090954"]
     assert [wording.value(row["day"]) for row in seen] == [str(day) for day in table["day"]]
@@ -110,7 +110,7 @@ def test_a_person_sees_the_names_in_a_column_and_not_its_inputs() -> None:
     towns = [f"town {i:02}" for i in range(20)] * 2
     table = {"town": [*towns, None], "left": [*("yes", "no") * 20, "no"], "age": range(41)}
     rows = read({**table, "label": [*("a", "b") * 20, "a"]})
-    seen = [shown(rows, inputs)["features"] for inputs in rows.inputs]
+    seen = [shown(rows, rows, i)["features"] for i in range(len(rows))]
     assert [row["town"] for row in seen] == [*towns, None]
     assert [row["left"] for row in seen] == table["left"] and [row["age"] for row in seen] == list(range(41))
     rare, _ = TableEncoding.fit({"town": ["Rome"] * 3 + ["Oslo"] * 2 + ["Bern"]}, max_categories=2)

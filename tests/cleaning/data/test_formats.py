@@ -159,7 +159,9 @@ def test_folder_by_class(tmp_path: Path) -> None:
     assert train.inputs[0, 2].tolist() == [[255] * 4] * 3
     assert (train.classes, train.labels.tolist()) == (("cat", "dog"), [0, 0, 1, 1])
     assert trusted.inputs[:, 0, 0, 0].tolist() == [97, 117, 107, 127]
-    assert train.messages == trusted.messages == ()
+    assert trusted.messages == () and [m.partition(". ")[0] for m in train.messages] == [
+        f"{tmp_path.name}: 1 file not read: 'cat/notes.txt'"
+    ]
     assert train.ids == {"file": ["train/cat/0.png", "train/cat/2.png", "train/dog/1.png", "train/dog/3.png"]}
     (tmp_path / "train" / "cat" / "0.png").write_bytes(b"no picture")
     assert read_pair(tmp_path)[0].ids == {"file": train.ids["file"][1:]}  # a row that is left out takes its name along
@@ -201,6 +203,7 @@ def test_column_of_paths(tmp_path: Path) -> None:
 )
 def test_image_arrays(x: np.ndarray[Any, Any], shape: tuple[int, ...]) -> None:
     x.flat[0] = 200
+    x[..., 3:] = 255 if x.ndim == 4 and x.shape[3] == 4 else x[..., 3:]  # opaque
     found = read({"x": x, "y": [0, 1]})
     assert found.inputs.shape == shape and found.inputs.dtype == np.uint8 and found.inputs.flat[0] == 200
 

@@ -32,6 +32,9 @@ WRITTEN = {
     "spaces": [english(v).replace(",", " ") for v in AMOUNTS],
     "narrow spaces and commas": [english(v).replace(",", "\u202f").replace(".", ",") for v in AMOUNTS],
     "apostrophes": [english(v).replace(",", "'") for v in AMOUNTS],
+    "a code": [f"{v} EUR" if i % 2 else f"EUR {v}" for i, v in enumerate(AMOUNTS)],
+    "a code and a sign": [f"USD {v}" if i % 2 else f"${v}" for i, v in enumerate(AMOUNTS)],
+    "a code without a sign, decimal commas": [f"{v}".replace(".", ",") + " CHF" for v in AMOUNTS],
     "some without the sign": [f"£{v}" if i % 2 else str(v) for i, v in enumerate(AMOUNTS)],
 }
 
@@ -51,6 +54,8 @@ def test_amounts_are_read_as_numbers_and_an_example_is_told(name: str) -> None:
         ["$1", "€2", "$3", "€4"],  # two currencies
         ["5%", "0.06", "7%", "0.08"],  # shares among percentages
         ["12 kg", "13 kg", "14 kg", "15 kg"],
+        ["12 KGS", "13 KGS", "BMW 320", "BMW 520"],
+        ["12 EUR", "13 USD", "14 EUR", "15 USD"],
         ["555-123", "555-124", "+ -5", "--6"],
         ["030 123 456", "030 123 457", "030 124 456", "040 123 456"],  # a leading zero: no number
         ["$5%", "$6%", "$7%", "$8%"],

@@ -20,7 +20,7 @@ from hyperkron.cleaning.data.kept import Kept
 from hyperkron.cleaning.data.labelled import Place, Raw
 from hyperkron.cleaning.data.limits import Bounds, ReadOptions, read_bounded
 from hyperkron.cleaning.data.roles import NoLabelColumn
-from hyperkron.cleaning.data.values import Array, label_names
+from hyperkron.cleaning.data.values import Array, is_missing, label_names
 from hyperkron.cleaning.data.votes import Ballot
 from hyperkron.solution import HyperkronError
 from hyperkron.training.writing import open_plain
@@ -191,6 +191,8 @@ def _npz(content: Mapping[str, Any]) -> bytes:
 
 def tensor_array(values: Tensor) -> Array:
     """The numbers of a tensor; numpy has no bfloat16, which becomes float32."""
+    if values.layout != torch.strided:
+        raise HyperkronError(f"x is a tensor of layout {values.layout}; pass x.to_dense(), or a scipy sparse matrix.")
     found = values.detach().cpu()
     return np.asarray(found.float() if found.dtype == torch.bfloat16 else found)
 
@@ -205,12 +207,22 @@ def dense(x: Any, name: str) -> Array:
                 "up. Reduce it first, for example with sklearn.decomposition.TruncatedSVD(256).fit_transform(x)."
             )
         x = x.toarray()
-    return np.asarray(x)
+    return _unmasked(x, np.nan, f"{name}: x")
+
+
+def _unmasked(values: Any, missing: float | None, where: str) -> Array:
+    """An array of what was given, with ``missing`` in place of what a masked array hides."""
+    if np.ma.isMaskedArray(values):
+        return np.where(np.ma.getmaskarray(values), missing, values.data)
+    try:
+        return np.asarray(values)
+    except ValueError as error:
+        raise HyperkronError(f"{where} has rows of different lengths, which make no array ({error}).") from error
 
 
 def array_rows(x: Any, y: Any, name: str, classes: tuple[str, ...] = ()) -> Raw:
     """Rows of arrays: texts (N,), a table (N, d), or images (N, H, W), (N, H, W, C) or (N, C, H, W), and labels."""
-    inputs, targets = dense(x, name), np.asarray(y)
+    inputs, targets = dense(x, name), _unmasked(y, None, f"{name}: y")
     if targets.ndim == 2 and 1 in targets.shape:
         targets = targets.reshape(-1)
     if targets.ndim not in (1, 2):
@@ -232,7 +244,8 @@ def array_rows(x: Any, y: Any, name: str, classes: tuple[str, ...] = ()) -> Raw:
     if classes and targets.dtype.kind in "iu":
         labels = [*_class_names(targets.tolist(), classes, name)]
     rows = np.arange(len(targets))
-    if inputs.dtype.kind in "UO" and inputs.ndim == 1:
+    texts_only = inputs.dtype.kind == "O" and all(isinstance(v, str) or is_missing(v) for v in inputs.flat)
+    if inputs.ndim == 1 and (inputs.dtype.kind == "U" or texts_only):
         texts = ["" if value is None or value != value else str(value) for value in inputs.tolist()]
         return Raw(name, "text", texts, labels, rows, classes=classes)
     if inputs.dtype.kind not in "fiub":
@@ -269,8 +282,13 @@ def _as_pictures(x: Array, name: str) -> tuple[Array, tuple[str, ...]]:
         x = x[:, None]
     elif x.ndim != 4:
         raise HyperkronError(f"{name}: x has shape {x.shape}; images are (N, H, W), (N, H, W, C) or (N, C, H, W).")
-    elif x.shape[1] not in (1, 3) and x.shape[3] in (1, 3, 4):
-        x = x.transpose(0, 3, 1, 2)[:, :3]
+    elif x.shape[1] not in (1, 3) and x.shape[3] == 4:  # colours and opacity: what is seen on white
+        count, *size, _ = x.shape
+        planes, notes = _as_pictures(x.transpose(0, 3, 1, 2).reshape(4 * count, *size), name)
+        planes = planes.reshape(count, 4, *size).astype(np.uint16)
+        return (255 - ((255 - planes[:, :3]) * planes[:, 3:] + 127) // 255).astype(np.uint8), notes
+    elif x.shape[1] not in (1, 3) and x.shape[3] in (1, 3):
+        x = x.transpose(0, 3, 1, 2)
     if x.shape[1] not in (1, 3) or 0 in x.shape:
         raise HyperkronError(f"{name}: x has shape {x.shape}; images have 1 or 3 channels, first or last.")
     if x.dtype == np.uint8:

@@ -372,9 +372,10 @@ def labelled(raw: Raw, classes: tuple[str, ...], encoding: TableEncoding | None,
     def numbered(names: list[str | None]) -> Array:
         return np.array([number.get(name, -1) for name in names], dtype=np.int64)
 
-    inputs = raw.inputs
+    inputs, written = raw.inputs, dict[str, list[str | None]]()
     if isinstance(inputs, Mapping):
         assert encoding is not None
+        written = encoding.unknown_names(inputs)
         inputs, notes = encoding.matrix(inputs), (*notes, *_value_notes(raw, encoding))
     return Labelled(
         kind=raw.kind,
@@ -391,4 +392,5 @@ def labelled(raw: Raw, classes: tuple[str, ...], encoding: TableEncoding | None,
         left_out={why: rows.astype(np.int64) for why, rows in raw.left_out.items()},
         ids=raw.ids,
         roles=raw.roles,
+        written=written,
     )

@@ -167,6 +167,11 @@ class TableEncoding:
         parts = ((column, row[end - len(column.inputs) : end]) for column, end in zip(self.columns, ends, strict=True))
         return {column.name: column.cell(inputs) for column, inputs in parts}
 
+    def unknown_names(self, columns: Columns) -> dict[str, list[str | None]]:
+        """The cells of every column of names that holds some without an input of their own."""
+        named = {c: [category(v) for v in columns[c.name]] for c in self.columns if isinstance(c, Category)}
+        return {c.name: names for c, names in named.items() if set(names) - {None, *c.values}}
+
     @classmethod
     def fit(cls, columns: Columns, max_categories: int = 50) -> tuple[TableEncoding, list[str]]:
         """The encoding of a training table, and what was noticed."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
 from hyperkron.cleaning.data.arrays import pictures_npz, read_npz
-from hyperkron.cleaning.data.files import listing, np
+from hyperkron.cleaning.data.files import listing, np, several
 from hyperkron.cleaning.data.images import SUFFIXES, load_images, open_image
 from hyperkron.cleaning.data.kept import Kept, csv_table
 from hyperkron.cleaning.data.labelled import Place, Raw
@@ -23,21 +24,23 @@ _PARTS = ("train", "trusted", "valid", "validation", "val", "test")
 _CHUNK = 2**20
 
 
-def class_files(folder: Path, part: str | None = None) -> list[tuple[str, str]]:
-    """(path relative to the folder, class) of the images of ``folder/class/…`` or ``folder/part/class/…``, in order."""
-    root = folder
+def _root(folder: Path, part: str | None) -> Path:
+    """The folder of a part, which holds those of the classes."""
     inner = [name for name in _PARTS if (folder / name).is_dir()]
     if part is not None:
         if not (folder / part).is_dir():
             raise HyperkronError(
                 f"part={part!r} is not a folder of {str(folder)!r}; there is {listing(inner) or 'none'}."
             )
-        root = folder / part
-    elif inner:
-        direct = [p for p in folder.iterdir() if p.is_dir() and p.name not in _PARTS and not p.name.startswith(".")]
-        root = folder if direct else folder / inner[0]
+        return folder / part
+    direct = [p for p in folder.iterdir() if p.is_dir() and p.name not in _PARTS and not p.name.startswith(".")]
+    return folder if direct or not inner else folder / inner[0]
+
+
+def class_files(folder: Path, part: str | None = None) -> list[tuple[str, str]]:
+    """(path relative to the folder, class) of the images of ``folder/class/…`` or ``folder/part/class/…``, in order."""
     found = []
-    for entry in sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith(".")):
+    for entry in sorted(p for p in _root(folder, part).iterdir() if p.is_dir() and not p.name.startswith(".")):
         files = (p for p in sorted(entry.rglob("*")) if p.suffix.lower() in SUFFIXES and not p.name.startswith("."))
         found += [(p.relative_to(folder).as_posix(), entry.name) for p in files]
     return found
@@ -53,8 +56,17 @@ def read_class_folder(place: Place) -> Raw:
         )
     paths, labels = [path for path, _ in files], [composed(name) for _, name in files]
     pictures, broken, notes = load_images(paths, place.path, place.name, place.options, place.shape)
+    notes += other_files(_root(place.path, place.part), {place.path / path for path in paths}, place.name)
     raw = Raw(place.name, "image", pictures, [*labels], np.arange(len(files)), tuple(notes), ids={"file": paths})
     return raw.without(broken, "unreadable image")
+
+
+def other_files(folder: Path, read: Collection[Path], name: str) -> list[str]:
+    """What to say about files in a folder of pictures that were not read."""
+    every = (path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.startswith("."))
+    others = [repr(path.relative_to(folder).as_posix()) for path in every if path not in read]
+    told = f"{name}: {several(len(others), 'file')} not read: {listing(others)}. Images are files of the types "
+    return [f"{told}{listing(SUFFIXES, 20)}."] if others else []
 
 
 def folder_hashes(place: Place) -> RowHashes:

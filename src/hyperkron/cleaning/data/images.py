@@ -15,10 +15,13 @@ from hyperkron.cleaning.data.values import Array, is_missing
 from hyperkron.solution import HyperkronError
 from hyperkron.validation import need
 
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+SUFFIXES = (".png", ".jpg", ".jpeg", ".jfif", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 """Of image files."""
 _DECODERS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # none that starts another program is among them
 _GREY = frozenset({"1", "L", "LA", "I;16", "I;16B"})
+_SEE_THROUGH = frozenset({"LA", "La", "PA", "RGBA", "RGBa"})
+_TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}  # of EXIF's orientations the PIL.Image.Transpose that undoes each
+_FAINT = 2**14  # pictures of 16 bits that stay below it have fewer than 64 of the 256 grey levels
 _SIDE = 64  # pictures of different sizes are scaled to at most this
 
 
@@ -56,14 +59,27 @@ def _bomb(value: Any, where: str, size: str, limit: int) -> str:
     )
 
 
+def _turn(opened: Any) -> int | None:
+    """How a picture is to be turned to stand upright, as cameras note it; TIFF is turned by its decoder."""
+    try:
+        return None if opened.format == "TIFF" else _TURNS.get(opened.getexif().get(0x0112, 1))
+    except Exception:  # a damaged note says nothing of the pixels
+        return None
+
+
 def _pixels(opened: Any, shape: tuple[int, ...]) -> Array:
-    """The picture as uint8 (C, H, W)."""
+    """The picture as uint8 (C, H, W), upright, and on white where it is transparent."""
     image = need("PIL.Image")
+    turn = _turn(opened)
     if opened.mode.startswith("I;16"):
         opened = image.fromarray((np.asarray(opened) >> 8).astype(np.uint8))
     elif opened.mode in ("I", "F"):
         raise OSError("its pixels have 32 bits")
+    if opened.mode in _SEE_THROUGH or "transparency" in opened.info:
+        opened = opened.convert("RGBA")
+        opened = image.alpha_composite(image.new("RGBA", opened.size, "white"), opened)
     picture = opened.convert("L" if shape[0] == 1 else "RGB")
+    picture = picture if turn is None else picture.transpose(turn)
     if picture.size != (shape[2], shape[1]):
         picture = picture.resize((shape[2], shape[1]), image.Resampling.BILINEAR)
     found = np.asarray(picture, dtype=np.uint8)
@@ -84,6 +100,7 @@ def load_images(
     """
     sizes: Counter[tuple[int, int]] = Counter()
     modes: set[str] = set()
+    deep: list[int] = []
     broken: dict[int, str] = {}
 
     def each(use: Callable[[int, Any], None]) -> None:
@@ -100,7 +117,7 @@ def load_images(
             raise HyperkronError(f"{where}: none of the {len(values)} images can be read: {_reasons(values, broken)}.")
 
     def look(i: int, opened: Any) -> None:
-        sizes[opened.size] += 1
+        sizes[opened.size[::-1] if (_turn(opened) or 0) in (2, 4, 5, 6) else opened.size] += 1
         modes.add(opened.mode)
 
     each(look)
@@ -116,12 +133,18 @@ def load_images(
 
     def decode(i: int, opened: Any) -> None:
         pictures[i] = _pixels(opened, shape)
+        deep.extend([int(np.max(opened))] if opened.mode.startswith("I;16") else [])
 
     each(decode)
     if broken:
         which = "its row is" if len(broken) == 1 else "their rows are"
         notes.append(
             f"{where}: {several(len(broken), 'image')} cannot be read, so {which} left out: {_reasons(values, broken)}."
+        )
+    if deep and max(deep) < _FAINT:
+        notes.append(
+            f"{where}: the images of 16 bits hold values up to {max(deep)} of 65535, and become {max(deep) // 256 + 1} "
+            "of 256 grey levels; scale them to 0 to 65535."
         )
     return pictures, np.isin(np.arange(len(values)), list(broken)), notes
 

@@ -140,7 +140,7 @@ class _Rows:
     def take(self: R, positions: Sequence[int] | Array) -> R:
         """Some of the rows, by their positions here, in that order."""
         at = np.asarray(positions, dtype="int64")
-        per_row = {"inputs", "labels", "rows", "trusted", "votes", "gold", "ids"} & vars(self).keys()
+        per_row = {"inputs", "labels", "rows", "trusted", "votes", "gold", "ids", "written"} & vars(self).keys()
         found: R = replace(self, **{name: pick(getattr(self, name), at) for name in per_row})  # type: ignore[type-var]
         return found
 
@@ -200,6 +200,7 @@ class Labelled(_Rows):
         left_out: for each reason, the positions in the source of the rows that are not here.
         ids: columns that identify rows, by name: carried along, never learnt from.
         roles: which column of the source is the text, the label and so on.
+        written: columns of names as they are written, where some have no input of their own.
 
     Example:
         >>> from hyperkron.cleaning.data import read_pair
@@ -223,6 +224,7 @@ class Labelled(_Rows):
     left_out: Mapping[str, Array] = field(default_factory=dict)
     ids: Columns = field(default_factory=dict)
     roles: Roles = Roles()
+    written: Columns = field(default_factory=dict)
 
     def counts(self) -> list[int]:
         """How many rows have each class as their label."""

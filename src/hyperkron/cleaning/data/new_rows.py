@@ -12,6 +12,7 @@ from typing import Any
 from hyperkron.cleaning.data import arrays, checks
 from hyperkron.cleaning.data.encoding import TableEncoding
 from hyperkron.cleaning.data.files import listing, nearest, np, several
+from hyperkron.cleaning.data.image_folders import other_files
 from hyperkron.cleaning.data.images import SUFFIXES
 from hyperkron.cleaning.data.labelled import Frame, Kind, Labelled, Raw, Roles, pick
 from hyperkron.cleaning.data.limits import ReadOptions
@@ -37,6 +38,7 @@ class NewRows:
         count: how many rows the source has.
         ids: columns that identify rows, of all rows.
         messages: what was noticed, a sentence each.
+        written: as of ``Labelled``, of the rows that could be read.
     """
 
     inputs: Any
@@ -44,6 +46,7 @@ class NewRows:
     count: int
     ids: Columns = field(default_factory=dict)
     messages: tuple[str, ...] = ()
+    written: Columns = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -178,7 +181,9 @@ class InputForm:
             inputs = pick(inputs, rows)
             if self.kind == "text" and (blank := sum(not text.strip() for text in inputs)):
                 notes.append(f"{frame.name}: {several(blank, 'row')} without a text; do not rely on their answers.")
-        return NewRows(inputs, rows, len(frame), {name: ids_of(frame.columns[name]) for name in kept}, tuple(notes))
+        ids = {name: ids_of(frame.columns[name]) for name in kept}
+        written = {} if self.encoding is None else self.encoding.unknown_names(frame.columns)
+        return NewRows(inputs, rows, len(frame), ids, tuple(notes), written)
 
 
 def _open_path(source: str | os.PathLike[str], options: ReadOptions, shape: tuple[int, ...] | None) -> Frame | Raw:
@@ -186,7 +191,8 @@ def _open_path(source: str | os.PathLike[str], options: ReadOptions, shape: tupl
     if path.is_dir():
         files = sorted(entry.name for entry in path.iterdir() if entry.name.lower().endswith(SUFFIXES))
         if files:
-            return Frame(path.name, {"image": files, "file": files}, path, ids=("file",))
+            notes = other_files(path, {path / file for file in files}, path.name)
+            return Frame(path.name, {"image": files, "file": files}, path, tuple(notes), ids=("file",))
     form, place = locate(source, "rows", options, shape=shape, labelled=False)
     return form.read(place)
 

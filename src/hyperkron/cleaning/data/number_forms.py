@@ -20,7 +20,7 @@ class Written(NamedTuple):
 
     Attributes:
         form: which mark is the decimal one, or how dates are written.
-        unit: the sign of a currency, or ``%``, that cells carry; all of one column carry the same one.
+        unit: the sign of a currency, its code where it has none, or ``%``; all cells of a column carry the same one.
     """
 
     form: NumberForm = "plain"
@@ -47,7 +47,9 @@ _COMMA = re.compile(r"[+-]?(\d+|[1-9]\d{0,2}(\.\d{3})+)(,\d+)?")
 _POINTS = re.compile(r"[+-]?[1-9]\d{0,2}(\.\d{3})+")
 _HUNDREDS = re.compile(r"[+-]?\d{1,3}")
 _SPACED = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:[ \u00a0\u2009\u202f'’]\d{3})+(?!\d)")
-_AMOUNT = re.compile(r"([+-]?)\s*([€$£¥₹]?)\s*([+-]?\s*[\d.,]*\d[.,]?)\s*([€$£¥₹%]?)")
+_CODES = {"EUR": "€", "USD": "$", "GBP": "£", "JPY": "¥", "INR": "₹"}  # others stand for themselves
+_MONEY = "|".join(_CODES) + "|AUD|BRL|CAD|CHF|CNY|CZK|DKK|HKD|HUF|KRW|MXN|NOK|NZD|PLN|SEK|SGD|TRY|ZAR|[€$£¥₹]"
+_AMOUNT = re.compile(rf"([+-]?)\s*({_MONEY})?\s*([+-]?\s*[\d.,]*\d[.,]?)\s*({_MONEY}|%)?")
 _YEAR = "january february march april may june july august september october november december"
 _MONTHS = {  # also shortened, to three letters at least
     name[:length]: number for number, name in enumerate(_YEAR.split(), 1) for length in range(3, len(name) + 1)
@@ -208,22 +210,23 @@ def _points_separate_thousands(values: Values, unit: str) -> bool:
 
 
 def _bare(value: str) -> tuple[str, str]:
-    """A number without the sign of a currency or a percentage, spaces and apostrophes; and that sign.
+    """A number without the sign or code of a currency or a percentage, spaces and apostrophes; and that sign.
 
     Example:
-        >>> _bare("-€ 1 250,75"), _bare("($3.50)"), _bare("12 %"), _bare("12 kg")
-        (('-1250,75', '€'), ('-3.50', '$'), ('12', '%'), ('12 kg', ''))
+        >>> _bare("-€ 1 250,75"), _bare("($3.50)"), _bare("12 %"), _bare("12 kg"), _bare("CHF 5"), _bare("5 EUR")
+        (('-1250,75', '€'), ('-3.50', '$'), ('12', '%'), ('12 kg', ''), ('5', 'CHF'), ('5', '€'))
     """
     text = _SPACED.sub(lambda found: re.sub(r"\D", "", found[0]), value.strip().replace("\u2212", "-"))
     inner = text[1:-1] if text[:1] == "(" and text[-1:] == ")" and not text[1:].lstrip().startswith(("+", "-")) else ""
     found = _AMOUNT.fullmatch(inner.strip() or text)
     if found is None:
         return value.strip(), ""
-    sign, before, number, after = found.groups()
+    sign, before, number, after = found.groups(default="")
     number = number.replace(" ", "")
     if (sign and number[0] in "+-") or (before and after):
         return value.strip(), ""
-    return ("-" if inner else sign) + number, before + after
+    unit = before + after
+    return ("-" if inner else sign) + number, _CODES.get(unit, unit)
 
 
 def _amount(value: Any, form: NumberForm, unit: str) -> float | None:

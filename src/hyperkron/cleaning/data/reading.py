@@ -31,6 +31,8 @@ def _load(
         opened = form.read(place)
     else:
         opened = in_memory(source, argument)
+    if argument != "train":  # other rows may lack the columns that identify those
+        asked = replace(asked, id=tuple(name for name in asked.id if name in getattr(opened, "columns", ())))
     if isinstance(opened, Raw):
         named = asked.given("text", "image", "features", "trusted_column", "id", "annotator", "annotators")
         if named:
@@ -83,7 +85,10 @@ def read(
         >>> rows.kind, rows.classes, rows.inputs.tolist()
         ('table', ('a', 'b'), [[0.0, 1.0], [2.0, 3.0]])
     """
-    options, asked = _options(options, charset), Roles(text, label, image, features)
+    options, asked = (
+        _options(options, charset),
+        Roles(text, label, image, features, id=() if like is None else like.roles.id),
+    )
     if like is None:
         raw = _load(source, argument, asked, options, part=part)
         classes = checks.class_list(raw)
@@ -154,7 +159,7 @@ def read_pair(
         ours, theirs = _by_flag(ours, str(trusted_column))
     else:
         named = asked.label if asked.annotators else ours.roles.label or asked.label
-        single = replace(ours.roles, label=named, id=(), annotator=None, annotators=())
+        single = replace(ours.roles, label=named, annotator=None, annotators=())
         theirs = _load(trusted, "trusted", single, options, ours.shape, gold=True)
         checks.refuse_other_kind(theirs, ours.kind, ours.shape, ours.name)
     return _pair(ours, theirs, options)

@@ -165,9 +165,25 @@ def column_inputs(
     if roles.text is not None:
         return _text_cells(frame, roles.text), broken, []
     if roles.features is not None:
+        for name in roles.features:
+            _refuse_vectors(frame, name)
         return {name: frame.columns[name] for name in roles.features}, broken, []
     where = f"{frame.name}: image={roles.image!r}"
     return load_images(cells(frame.columns[str(roles.image)]), frame.folder, where, options, shape)
+
+
+def _refuse_vectors(frame: Frame, column: str) -> None:
+    """Refuse a column of lists of numbers, each of which would be taken for a name."""
+    values = frame.columns[column]
+    first: Any = next((value for value in values if not is_missing(value)), None) if isinstance(values, list) else None
+    first = first.tolist() if hasattr(first, "tolist") else first
+    while isinstance(first, (list, tuple)) and len(first):
+        first = first[0]
+        if as_number(first) is not None and not isinstance(first, str):
+            raise HyperkronError(
+                f"column {column!r} of {frame.name} holds lists of numbers, which are no table; give them as one "
+                "array, {'x': array, 'y': labels} or an .npz, or as embeddings=."
+            )
 
 
 def frame_rows(frame: Frame, asked: Roles, options: ReadOptions, shape: tuple[int, ...] | None) -> Raw:

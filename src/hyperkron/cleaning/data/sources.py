@@ -161,11 +161,17 @@ def without_columns(source: Any) -> bool:
 
 def in_memory(source: Any, argument: str) -> Raw | Frame:
     """The rows of a dictionary of arrays, or the columns of a dictionary or a DataFrame."""
+    if isinstance(source, Mapping) and set(source) == {"x", "y"} and hasattr(source["x"], "column_names"):
+        raise HyperkronError(
+            f"{argument} is a Dataset and labels apart from it; put them in: dataset.add_column('label', labels)."
+        )
     if isinstance(source, Mapping) and any(hasattr(part, "column_names") for part in source.values()):
         raise HyperkronError(
             f"{argument} has several splits ({listing(source)}); give one of them, such as "
             f"dataset[{next(iter(source))!r}]."
         )
+    if hasattr(source, "column_names") and not hasattr(source, "__len__"):
+        raise HyperkronError(f"{argument} is an {type(source).__name__}; give datasets.Dataset.from_list(list(it)).")
     if hasattr(source, "column_names") and hasattr(source, "with_format"):
         return arrow.dataset_frame(source, argument)
     if not isinstance(source, Mapping) and not hasattr(source, "iloc"):

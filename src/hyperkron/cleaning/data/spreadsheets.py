@@ -185,8 +185,8 @@ def write_csv(place: Place, kept: Kept) -> bytes:
     return encoded("".join(parts), path, options)
 
 
-def _sheet(place: Place) -> Any:
-    """The sheet of a source as a DataFrame of Python values: ``PATH:SHEET``, or the first one."""
+def _sheet(place: Place, **how: Any) -> Any:
+    """The sheet of a source (``PATH:SHEET``, or the first one) as a DataFrame of Python values."""
     path, bounds = place.path, Bounds(place.path, place.options)
     pandas = need("pandas")
     old = path.suffix.lower() == ".xls"
@@ -198,7 +198,7 @@ def _sheet(place: Place) -> Any:
         if not old:
             with zipfile.ZipFile(path) as archive:
                 bounds.check("max_bytes", sum(entry.file_size for entry in archive.infolist()))
-        found = pandas.read_excel(path, sheet_name=place.part or 0, dtype=object, **_AS_THEY_ARE)
+        found = pandas.read_excel(path, sheet_name=place.part or 0, dtype=object, **_AS_THEY_ARE, **how)
     except HyperkronError:
         raise
     except Exception as error:  # the readers raise errors of several libraries
@@ -225,9 +225,30 @@ def read_excel(place: Place) -> Frame:
     unnamed = [name for name in names if name.startswith("Unnamed:")]
     if unnamed and len(unnamed) == len(names):
         raise HyperkronError(f"{place.name} has no header: its first row is empty. Add a row that names the columns.")
-    notes = (f"{place.name}: columns without a name: {listing(unnamed)}.",) if unnamed else ()
+    remedy = "if its first line is a title, remove it, so that the names of the columns come first"
+    notes = (f"{place.name}: columns without a name: {listing(unnamed)}; {remedy}.",) if unnamed else ()
     columns = {name: found.iloc[:, i].tolist() for i, name in enumerate(names)}
-    return Frame(place.name, columns, place.path.parent, notes)
+    return Frame(place.name, columns, place.path.parent, (*notes, *_formula_notes(place, found)))
+
+
+def _formula_notes(place: Place, found: Any) -> list[str]:
+    """What to say about empty cells of a sheet that are formulas whose values no program has stored."""
+    if place.path.suffix.lower() == ".xls" or not found.isna().to_numpy().any():
+        return []
+    with zipfile.ZipFile(place.path) as archive:
+        sheets = (archive.read(name) for name in archive.namelist() if name.startswith("xl/worksheets/"))
+        if not any(b"<f" in sheet for sheet in sheets):  # where no cell is one, nothing is read again
+            return []
+    written = _sheet(place, engine_kwargs={"data_only": False})
+    if written.shape != found.shape:
+        return []
+    empty = ((str(name), cell) for name in found for cell in written[name][found[name].isna()])
+    formulas = [(name, cell) for name, cell in empty if isinstance(cell, str) and cell.startswith("=")]
+    told = listing(dict.fromkeys(f"{cell!r} in column {name!r}" for name, cell in formulas), 3)
+    return [
+        f"{place.name}: {several(len(formulas), 'cell')} with a formula whose value the file does not hold, taken as "
+        f"empty: {told}. Open the file in a spreadsheet program and save it, or write values in their place."
+    ] * bool(formulas)
 
 
 def write_excel(place: Place, kept: Kept) -> bytes:
