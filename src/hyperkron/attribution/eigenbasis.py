@@ -27,7 +27,7 @@ def usable(
 
     Those of a weight that an embedding uses as well do not, nor do kept gradients that are already products of rows.
     """
-    elsewhere = {name for _, names in plan.diagonal for name in names.values()}
+    elsewhere = {name for names in plan.diagonal.values() for name in names.values()}
     made = {one.block.name for _, part in kept.parts for one in part if one.whole} if kept is not None else set()
     dtypes = {p.dtype for p in params.values()}
     return {

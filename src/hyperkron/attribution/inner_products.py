@@ -182,7 +182,7 @@ class LayerProducts(Products):
         ]
         makers += [
             (module, partial(ModuleCall, module, names))
-            for module, names in self.plan.diagonal
+            for module, names in self.plan.diagonal.items()
             if not used.isdisjoint(names.values())
         ]
         with ExitStack() as hooks:

@@ -163,7 +163,7 @@ class Task:
         if not way.point.keeps or not isinstance(way, LayerProducts) or self.curvature.rows is not self.train.rows:
             return None
         in_blocks = {name for block in way.plan.blocks.values() for name in block.names}
-        if any(in_blocks & set(names.values()) for _, names in way.plan.diagonal):
+        if any(in_blocks & set(names.values()) for names in way.plan.diagonal.values()):
             return None
         if any(getattr(one, "layers", ()) for one in (self.method.curvature, self.method.preconditioner)):
             return None  # gradients by layers of the user's own are not compared with autograd's

@@ -147,6 +147,39 @@ def test_a_tied_head_is_its_linear_block_with_the_embedding_in_the_damping() -> 
     assert float(by_lookup) > 1e-3
 
 
+class HeadOfTransformers(TiedHead):
+    """The output layer of BERT, whose bias another module holds too, with the embedding of Gemma, which is scaled."""
+
+    def __init__(self, tied: bool = True) -> None:
+        super().__init__(tied)
+        from transformers.models.gemma.modeling_gemma import GemmaTextScaledWordEmbedding
+
+        weight = self.embed.weight
+        self.embed, self.bias = GemmaTextScaledWordEmbedding(5, 3, None, 1.5), self.out.bias
+        self.embed.weight = weight
+
+
+def test_a_tied_head_is_a_block_where_the_embedding_is_scaled_and_the_bias_held_twice() -> None:
+    case, apart = (
+        make(HeadOfTransformers(tied), (4,), loss="cross_entropy", tokens=5, count=6) for tied in (True, False)
+    )
+    apart.inner_batch = case.inner_batch
+    rows = {row.parameter: row for row in hk.curvature.KFAC().coverage(case.model).rows}
+    assert rows["embed.weight"].reason == "Linear, tied to embed (Embedding)"
+    assert rows["bias"].curvature == "scaled identity"
+    term = apart.inner(apart.model, apart.hyper, apart.inner_batch).terms[0]
+    exact = oracles.fisher(term.output, term.vectors("type-2"), [apart.params["embed.weight"]]).diagonal()
+    assert oracles.relative(apart.measured().diagonal["embed.weight"].reshape(-1), exact) < 1e-12
+    a, b = (factor[0] for factor in apart.slow_factors()["out"])
+    block = oracles.kron(a[None, :3, :3], b[None]) + (0.1 + exact.mean()) * torch.eye(15, dtype=DOUBLE)
+    curvature = hk.curvature.KFAC(0.1, fisher="type-2", split="exact")
+    with case.point() as point:
+        found = oracles.dense(curvature.operator(point, curvature.init()).matvec, case.params)
+    assert list(case.params) == ["bias", "embed.weight"]
+    assert oracles.relative(found[5:, 5:], block) < 1e-12
+    assert not found[:5, 5:].any()
+
+
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_little_coverage_is_said_once_with_what_and_what_to_do(kind: type[nn.Module]) -> None:
     case = make(Recurrent(kind), (4, 3), loss="cross_entropy")

@@ -128,7 +128,7 @@ def _warn_used_elsewhere(recorder: Recorder, loss: Loss, point: Point) -> None:
     ``F.linear(x, layer.weight)`` is such a use, and so is a gradient of the model inside the loss. Parameters of
     modules that are not measured, such as an embedding with ``fallback="zero"``, are left out.
     """
-    measured = {id(module) for module, _ in (*recorder.plan.feeds, *recorder.plan.diagonal)}
+    measured = {id(m) for m in (*dict(recorder.plan.feeds), *recorder.plan.diagonal)}
     others = {id(p) for m in point.model.modules() if id(m) not in measured for p in m._parameters.values()}
     names = [n for n in recorder.layers.elsewhere(_outputs(loss), point.params) if id(point.params[n]) not in others]
     if names:

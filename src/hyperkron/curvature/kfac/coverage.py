@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from hyperkron.curvature.kfac.diagonals import has_diagonal
+from hyperkron.curvature.kfac.diagonals import has_diagonal, looks_up
 from hyperkron.curvature.kfac.layers import UNCALLED, Layer, LayerOf, kronecker_layer
 from hyperkron.evaluation.point import trainable
 from hyperkron.solution import HyperkronError, warn_once
@@ -140,8 +140,8 @@ class Plan:
     blocks: dict[str, Block] = field(default_factory=dict)
     feeds: list[tuple[nn.Module, str]] = field(default_factory=list)
     """(module, block name): the modules whose calls feed a block; several where a weight is tied."""
-    diagonal: list[tuple[nn.Module, dict[str, str]]] = field(default_factory=list)
-    """(module, {its own parameter name: name in the model})."""
+    diagonal: dict[nn.Module, dict[str, str]] = field(default_factory=dict)
+    """Module → {its own parameter name: name in the model}."""
     rest: list[str] = field(default_factory=list)
     rows: dict[str, Row] = field(default_factory=dict)
     fallback: Fallback = "diagonal"
@@ -212,9 +212,10 @@ class _Planner:
         """Make a Kronecker block of the parameter and its partner (weight and bias); False if that is impossible.
 
         A parameter tied over several modules gets a block if all of them use it and its partner in the same way. The
-        output layer of a language model may share its weight with embeddings, whose use is measured separately.
+        output layer of a language model may share its weight with embeddings, whose use is measured separately. A
+        partner that other modules hold as well (the output bias of BERT) is left out.
         """
-        looked_up = [use for use in self.uses[name] if type(use.module) is nn.Embedding]
+        looked_up = [use for use in self.uses[name] if looks_up(use.module)]
         uses = [use for use in self.uses[name] if use not in looked_up]
         layers = [kronecker_layer(use.module, self.layers) for use in uses]
         layer = layers[0] if layers else None
@@ -223,9 +224,10 @@ class _Planner:
         other = "bias" if uses[0].local == "weight" else "weight"
         mates = [use.module._parameters.get(other) for use in uses]  # a parametrized weight is not a parameter
         mate = self.names.get(id(mates[0]))
-        alike = len({_form(use.module) for use in uses}) == 1 and len({id(m) for m in mates}) == 1
-        if not alike or (mate is not None and [u.module for u in self.uses[mate]] != [u.module for u in uses]):
+        if len({_form(use.module) for use in uses}) > 1 or len({id(m) for m in mates}) > 1:
             return False
+        if mate is not None and [u.module for u in self.uses[mate]] != [u.module for u in uses]:
+            mate = None
         weight, bias = (name, mate) if uses[0].local == "weight" else (mate, name)
         block = Block(uses[0].module_name or uses[0].kind, layer, weight, bias)
         self.plan.blocks[block.name] = block
@@ -234,7 +236,7 @@ class _Planner:
         if looked_up:
             tied += f", tied to {' and '.join(use.module_name for use in looked_up)} (Embedding)"
             if self.plan.fallback == "diagonal":
-                self.plan.diagonal += [(use.module, {use.local: name}) for use in looked_up]
+                self.plan.diagonal |= {use.module: {use.local: name} for use in looked_up}
         for part, with_ in ((weight, "bias"), (bias, "weight")):
             if part is not None:
                 joint = f", with {with_}" if len(block.names) == 2 else ""
@@ -246,11 +248,7 @@ class _Planner:
         uses = self.uses[name]
         if self.plan.fallback != "diagonal" or len(uses) != 1 or not has_diagonal(uses[0].module):
             return False
-        names = next((names for module, names in self.plan.diagonal if module is uses[0].module), None)
-        if names is None:
-            names = {}
-            self.plan.diagonal.append((uses[0].module, names))
-        names[uses[0].local] = name
+        self.plan.diagonal.setdefault(uses[0].module, {})[uses[0].local] = name
         self._row(name, DIAGONAL, uses[0].kind)
         return True
 

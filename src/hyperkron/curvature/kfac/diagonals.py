@@ -25,7 +25,15 @@ def has_diagonal(module: nn.Module) -> bool:
 
     False for a subclass of a norm layer with its own forward pass, for example with channels in the second dimension.
     """
-    return type(module).forward in {kind.forward for kind in _NORMS} or type(module) is nn.Embedding
+    return type(module).forward in {kind.forward for kind in _NORMS} or looks_up(module)
+
+
+def looks_up(module: nn.Module) -> bool:
+    """Whether ``module`` is an embedding, also one of transformers whose output is times its ``embed_scale`` (Gemma,
+    BART); the latter is checked by name, because transformers is not imported."""
+    kind = type(module)
+    scaled = kind.__name__.endswith("ScaledWordEmbedding") and kind.__module__.startswith("transformers.models.")
+    return kind is nn.Embedding or (scaled and isinstance(module, nn.Embedding) and hasattr(module, "embed_scale"))
 
 
 def squared_gradients(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Tensor]:
@@ -67,6 +75,7 @@ def _embedding_squares(module: nn.Embedding, index: Tensor, g: Tensor) -> Tensor
     their size is fixed and a CUDA graph can record it; unused numbers have a sum of zero.
     """
     count, width = module.weight.shape
+    g = g * getattr(module, "embed_scale", 1.0)
     examples = torch.arange(index.shape[0] if index.dim() > 1 else index.numel(), device=index.device)
     pairs, order = (index.reshape(len(examples), -1) + count * examples[:, None]).reshape(-1).sort()
     number = F.pad((pairs[1:] != pairs[:-1]).long(), (1, 0)).cumsum(0)

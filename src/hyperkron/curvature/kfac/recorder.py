@@ -69,7 +69,7 @@ class Recorder:
         self._kept: tuple[list[LayerGradients], list[LayerGradients]] = ([], [])  # for the spectrum, for others
         self.plan, self.how, self.basis, self.owners = plan, how, how.basis, how.owners
         self.like, self.dtype = like, like.dtype  # dtype and device of the factors
-        layers = [*(m for m, _ in plan.feeds), *(m for m, _ in plan.diagonal)]
+        layers = [*(m for m, _ in plan.feeds), *plan.diagonal]
         sharded = any_sharded([p for module in layers for p in module._parameters.values() if p is not None])
         self.copies = sharded or how.owners is not None  # in the place of θ, where processes share it or the batch
         self.tokens = [
@@ -100,7 +100,7 @@ class Recorder:
     def attached(self) -> Iterator[None]:
         """Inside the block, every covered module has its hook; hooks are removed also after an error."""
         hooks = [(module, partial(self._on_block, self.plan.blocks[name])) for module, name in self.plan.feeds]
-        hooks += [(module, partial(self._on_diagonal, names)) for module, names in self.plan.diagonal]
+        hooks += [(module, partial(self._on_diagonal, names)) for module, names in self.plan.diagonal.items()]
         self._own = {module: parameters_of(module) for module, _ in hooks}
         with ExitStack() as stack:
             stack.callback(self.inputs.forget)
@@ -232,7 +232,7 @@ class Recorder:
         plan, found, self._for = self.plan, self.measured, "factors"
         self.layers.forget_graph()
         layered = [n for block in plan.blocks.values() for n in block.names]
-        layered += [n for _, names in plan.diagonal for n in names.values()]
+        layered += [n for names in plan.diagonal.values() for n in names.values()]
         found.uncalled = [n for n in layered if n not in self.layers.called]
         names = [*plan.rest, *found.uncalled] if self.how.diagonal and plan.fallback == "diagonal" else []
         inputs = [*self.tokens, *(params[name] for name in names)]
