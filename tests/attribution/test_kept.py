@@ -66,9 +66,15 @@ def drawn_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture, "_vectors", alike)
 
 
-@pytest.mark.parametrize("aggregate", [False, True])
-@pytest.mark.parametrize("fallback", ["zero", "diagonal"])
-@pytest.mark.parametrize("fisher", ["rademacher", "type-2"])
+@pytest.mark.parametrize(
+    ("fisher", "fallback", "aggregate"),
+    [  # every pair of values by ``make test``
+        pytest.param(fisher, fallback, aggregate, marks=pytest.mark.long if (i + j + aggregate) % 2 else ())
+        for i, fisher in enumerate(("rademacher", "type-2"))
+        for j, fallback in enumerate(("zero", "diagonal"))
+        for aggregate in (False, True)
+    ],
+)
 def test_scores_are_those_of_passes_of_their_own(
     arguments: Any, fisher: str, fallback: str, aggregate: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,9 +195,9 @@ class Tied(nn.Module):
 @pytest.mark.parametrize("made", [None, hk.kfac(1e-2, fisher="type-2"), hk.pcg(60, 1e-2, tolerance=1e-12)])
 def test_a_weight_that_an_embedding_shares_counts_with_both_its_uses(made: hk.Implicit | None) -> None:
     torch.manual_seed(0)
-    x, y = torch.randint(0, 7, (40, 3)), torch.randint(0, 7, (40, 3))
+    x, y = torch.randint(0, 7, (20, 3)), torch.randint(0, 7, (20, 3))
     given = lambda model, batch: hk.losses.cross_entropy(model(batch[0]), batch[1])  # noqa: E731
-    arguments = given, Tied().double(), (x, y), (x[:5].flip(1), y[:5])
+    arguments = given, Tied().double(), (x, y), (x[:3].flip(1), y[:3])
     found, wanted = (
         hk.attribute(*arguments, method=made, batch_size=16, way=way).scores  # type: ignore[arg-type]
         for way in ("layers", "forward")

@@ -56,7 +56,7 @@ def test_scores_do_not_depend_on_the_batches(made: tuple[Any, ...], way: Any, ba
     assert torch.allclose(selves, shares.square().sum(1) * 40, rtol=1e-9, atol=1e-14)
 
 
-@pytest.mark.parametrize("method", [hk.kfac(1e-2, fisher="type-2"), hk.cg(30, curvature=hk.curvature.GGN(1e-2))])
+@pytest.mark.parametrize("method", [hk.kfac(1e-2, fisher="type-2"), hk.cg(8, curvature=hk.curvature.GGN(1e-2))])
 def test_curvature_and_kept_gradients_neither(made: tuple[Any, ...], method: hk.Implicit) -> None:
     model, train, queries, _, _ = made
     few, all_at_once = (
