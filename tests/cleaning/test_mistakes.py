@@ -56,6 +56,7 @@ COMMANDS = {
     "a run folder that is a file": Mistake("is a file, but a run is a folder", "choose another name", [*CLEAN, "--out", "train.csv"]),
     "a run folder that is taken": Mistake("--out='taken' holds a run that was interrupted", "hyperkron resume taken", [*CLEAN, "--out", "taken"], {"taken/config.json": "{}"}),
     "report of nothing": Mistake("RUN='nothing' is not a folder", "name one that `hyperkron clean` wrote", ["report", "nothing"]),
+    "report of a folder without a run": Mistake("has no result.json: it holds no run", "name a folder that `hyperkron clean` wrote", ["report", "taken"], {"taken/notes.txt": ""}),
     "report of a run that has not finished": Mistake("has no result.json", "hyperkron resume taken", ["report", "taken"], {"taken/config.json": "{}"}),
     "resume of nothing": Mistake("RUN='nothing' holds no run", "hyperkron clean", ["resume", "nothing"]),
     "predict without a run": Mistake("is not a folder", "name one that", ["predict", "nothing", "train.csv"]),

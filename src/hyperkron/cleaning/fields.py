@@ -187,6 +187,8 @@ def read_result(folder: Path) -> Fields:
         raise HyperkronError(f"run_folder={str(folder)!r} is not a folder; name one that `hyperkron clean` wrote.")
     file = folder / "result.json"
     why = f"the run has not finished; continue it with {resume_command(folder)}."
+    if not (folder / "config.json").exists():
+        why = "it holds no run; name a folder that `hyperkron clean` wrote."
     result = read_object(file, f"run_folder={str(folder)!r} has no result.json: {why}")
     found = result.raw.get("format")
     if found != FORMAT or isinstance(found, bool):

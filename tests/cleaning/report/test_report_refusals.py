@@ -15,6 +15,9 @@ from run_folder import write_run_folder
 def test_the_folder_must_be_there(tmp_path: Path) -> None:
     with pytest.raises(HyperkronError, match=r"run_folder='.*nowhere' is not a folder; name one"):
         write_report(tmp_path / "nowhere")
+    with pytest.raises(HyperkronError, match=r"no result.json: it holds no run; name a folder"):
+        write_report(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
     with pytest.raises(HyperkronError, match=r"no result.json: the run has not finished; .*hyperkron resume"):
         write_report(tmp_path)
 
