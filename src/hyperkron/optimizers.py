@@ -179,13 +179,16 @@ class LevelOptimizer:
             )
         held = {id(p): p for group in self.optimizer.param_groups for p in group["params"]}
         whose, other = ("model", "hyper") if level == "inner" else ("hyper", "model")
-        foreign = [name for name, p in others.items() if id(p) in held]
+        foreign, own = [name for name, p in others.items() if id(p) in held], {id(p) for p in self.params.values()}
         if foreign:
-            raise HyperkronError(
-                f"{level}_optimizer also holds {first_of(foreign)} of {other}; give it "
-                f"{whose}.parameters() alone: each level is moved by its own optimizer."
+            both = id(others[foreign[0]]) in own
+            what = "model and hyper both hold" if both else f"{level}_optimizer also holds"
+            remedy = (
+                "keep the model out of hyper, as objectives get both" if both else f"give it {whose}.parameters() alone"
             )
-        own = {id(p) for p in self.params.values()}
+            raise HyperkronError(
+                f"{what} {first_of(foreign)} of {other}; {remedy}: each level is moved by its own optimizer."
+            )
         strangers = [tuple(p.shape) for key, p in held.items() if p.requires_grad and key not in own]
         if strangers and own:  # an algorithm that trains θ alone takes nothing of hyper
             warn_once(

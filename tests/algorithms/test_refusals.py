@@ -103,6 +103,14 @@ def test_an_optimizer_that_would_move_the_other_level_is_refused(level: str) -> 
         hk.InnerLoop(problem.problem(), model, hyper, optimizer)
 
 
+def test_a_hyper_that_holds_the_model_is_named_as_such() -> None:
+    problem = Quadratic()
+    model, hyper = problem.modules()
+    hyper.model = model
+    with pytest.raises(hk.HyperkronError, match=r"model and hyper both hold model\.weight.* out of hyper"):
+        hk.algorithms.aid_cg().init(problem.problem(), model, hyper)
+
+
 @pytest.mark.parametrize("level", ["inner", "outer"])
 def test_an_optimizer_that_maximises_is_refused(level: str) -> None:
     """Its θ or λ would climb, while curvatures, penalties and SAMA's diagonal suppose that they descend."""

@@ -8,7 +8,6 @@ from hyperkron.algorithms import derivatives
 from hyperkron.algorithms.base import Algorithm, Nonnegative, State, StepReport
 from hyperkron.batches import BatchSources
 from hyperkron.hypergradient import one_step
-from hyperkron.solution import Status
 
 
 @dataclass(frozen=True)
@@ -35,14 +34,12 @@ class DARTS(Algorithm):
     def step(self, state: State, batches: BatchSources) -> StepReport:
         batch, outer_batch = batches.inner(), batches.outer()
         ahead = state.inner.lr if self.lookahead is None else self.lookahead
-        status: Status | None = None
         if ahead > 0:
-            method = one_step(ahead)
-            result = method.compute(state.problem, state.model, state.hyper, batch, outer_batch)
+            result = one_step(ahead).compute(state.problem, state.model, state.hyper, batch, outer_batch)
             outer_loss, direction, status = result.outer_loss, result.grads, result.status
         else:
             found = derivatives.gradients(state, "outer", outer_batch)
-            outer_loss, direction = float(found.value), found.hyper
+            outer_loss, direction, status = float(found.value), found.hyper, None
         state.outer.step(direction)
         inner = derivatives.gradients(state, "inner", batch, live=True, hyper=False)
         state.inner.step(inner.theta)
