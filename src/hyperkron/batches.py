@@ -89,6 +89,7 @@ class Loader(Source):
         told = [getattr(part, "epoch", 0) for part in self._parts().values() if hasattr(part, "set_epoch")]
         self.epoch, self.served = max([epoch for epoch in told if isinstance(epoch, int)], default=0), 0
         self._iterator: Iterator[Any] | None = None
+        self._before = 0
         self._start: dict[str, Tensor] = {}
         self._draws_seed = True
 
@@ -107,7 +108,8 @@ class Loader(Source):
                         told(self.epoch)
                 self._start, self._draws_seed = self._random(), self._new_workers
                 self._iterator, self.served = iter(self.iterable), 0
-            if getattr(self._iterator, "_num_yielded", self.served) != self.served:
+                self._before = getattr(self._iterator, "_num_yielded", 0)  # some continue inside an epoch
+            if getattr(self._iterator, "_num_yielded", self.served) - self._before != self.served:
                 raise HyperkronError(
                     f"{self.argument} is a DataLoader with persistent_workers=True, whose one iterator was begun again "
                     "elsewhere in the middle of an epoch (by the other level, an evaluation or another run); make a "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -259,6 +260,29 @@ def test_a_loader_whose_workers_persist_is_not_shared(elsewhere: Any) -> None:
     elsewhere(loader)
     with pytest.raises(hk.HyperkronError, match=r"inner_data is a DataLoader with persistent_workers=True.* make a "):
         source.next()
+
+
+def test_a_loader_that_continues_inside_an_epoch_is_taken() -> None:
+    """As loaders do whose own state was restored: their iterators count on."""
+
+    class Continued(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            return Counted(self[2:])
+
+    class Counted:
+        def __init__(self, left: list[int]) -> None:
+            self.left, self._num_yielded = iter(left), 2
+
+        def __iter__(self) -> Iterator[int]:
+            return self
+
+        def __next__(self) -> int:
+            found = next(self.left)
+            self._num_yielded += 1
+            return found
+
+    source = Loader(Continued([0, 1, 2, 3]))
+    assert [source.next() for _ in range(3)] == [2, 3, 2]
 
 
 def sampled(kind: str) -> DataLoader[Any]:
