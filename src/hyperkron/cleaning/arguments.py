@@ -78,14 +78,14 @@ def _frame_pair(given: Any) -> tuple[Any, Any] | None:
 
 def _labels(y: Any, argument: str) -> dict[str, Any]:
     """Labels as a column ``label``; of several annotators a column each, and an empty ``label``."""
+    y = arrays.tensor_array(y)
+    if np.ndim(y) != 2:
+        return {LABELS[0]: y}
+    arrays.refuse_one_hot(np.asarray(y), argument)
     if hasattr(y, "columns"):
         found = {str(name): y[name] for name in y.columns}
-        arrays.refuse_one_hot(np.asarray(y), argument)
-    elif np.ndim(y) == 2:
-        arrays.refuse_one_hot(np.asarray(y), argument)
-        found = {f"annotator {s}": column for s, column in enumerate(np.asarray(y).T)}
     else:
-        return {LABELS[0]: y}
+        found = {f"annotator {s}": column for s, column in enumerate(np.asarray(y).T)}
     if len(found) == 1:
         return {LABELS[0]: next(iter(found.values()))}
     if LABELS[0] in found:
@@ -120,11 +120,11 @@ def _table(x: Any, y: Any, argument: str) -> dict[str, Any]:
 def _source(given: Any, train: Any, argument: str) -> Any:
     """Arrays, pairs and torch Datasets in the form that the readers take, with columns as those of ``train`` are."""
     if (pair := _frame_pair(given)) is not None:
-        return {"x": _array(pair[0]), "y": _array(pair[1])} if _by_place(train) else _table(*pair, argument)
+        return {"x": pair[0], "y": pair[1]} if _by_place(train) else _table(*pair, argument)
     if isinstance(given, (str, os.PathLike, Mapping)) or hasattr(given, "columns") or hasattr(given, "column_names"):
         return given
     if isinstance(given, (tuple, list)) and len(given) == 2:
-        x, y = map(_array, given)
+        x, y = map(arrays.tensor_array, given)
         ours = _frame_pair(train)  # whose names a matrix of the same columns takes
         if ours is not None and np.shape(x)[1:] == (len(ours[0].columns),):
             return {**dict(zip(map(str, ours[0].columns), np.asarray(x).T, strict=True)), **_labels(y, argument)}
@@ -154,10 +154,6 @@ def _stacked(inputs: list[Any], argument: str) -> Any:
             f"{argument}: its inputs, the first a {type(inputs[0]).__name__}, make no array ({error}). "
             "Give texts, or arrays of one shape, such as np.asarray(picture.convert('RGB').resize((64, 64)))."
         ) from error
-
-
-def _array(values: Any) -> Any:
-    return arrays.tensor_array(values) if isinstance(values, Tensor) else values
 
 
 def plain_sources(train: Any, trusted: Any, test: Any, reading: dict[str, Any]) -> dict[str, Any] | None:

@@ -93,7 +93,7 @@ def _values(name: str, given: Any, classes: tuple[str, ...] = ()) -> Any:
         if path.suffix.lower() not in suffixes:
             raise HyperkronError(f"{name}={str(path)!r} must be a {' or '.join(suffixes)} file; save it as one.")
         given = _read_csv(path, classes) if path.suffix.lower() == ".csv" else _read_npy(name, path)
-    values = tensor_array(given) if isinstance(given, Tensor) else np.asarray(given)
+    values = np.asarray(tensor_array(given))
     if values.ndim != 2 or values.dtype.kind not in "fiub" or not values.shape[1]:
         raise HyperkronError(
             f"{name} has shape {values.shape} and type {values.dtype}; give a matrix of numbers, one row for each row "

@@ -147,13 +147,9 @@ def write_npz(place: Place, kept: Kept) -> bytes:
     x, y, suffix = _keys(content, place)
     count = len(content[y])
     rows = kept.within(count, place.path.name)
-
-    def belongs(name: str, value: Array) -> bool:
-        return name in (x, y) or (
-            value.ndim > 0 and len(value) == count and name.lower().endswith(suffix) and name != "classes"
-        )
-
-    cut = {name: value[rows] if belongs(name, value) else value for name, value in content.items()}
+    alike = {name for name, value in content.items() if value.shape[:1] == (count,) and name.lower().endswith(suffix)}
+    per_row = {x, y} | (alike - {"classes"})
+    cut = {name: value[rows] if name in per_row else value for name, value in content.items()}
     if kept.labels:
         old = cut[y]
         if old.ndim > 1:
@@ -173,13 +169,11 @@ def write_npz(place: Place, kept: Kept) -> bytes:
 
 def pictures_npz(raw: Raw, kept: Kept) -> bytes:
     """Pictures of any source, with the names of their classes."""
-    at = {row: i for i, row in enumerate(raw.rows.tolist())}
-    lost = [row for row in kept.rows if row not in at]
-    if lost:
+    if lost := sorted({*kept.rows}.difference(raw.rows.tolist())):
         raise HyperkronError(
             f"keep names rows {listing(lost)} that {raw.name} does not have, or whose image is broken."
         )
-    picked = raw.take(np.array([at[row] for row in kept.rows], dtype=np.int64))
+    picked = raw.take(np.flatnonzero(np.isin(raw.rows, kept.rows)))
     names = [kept.label(row, str(name)) for row, name in zip(kept.rows, picked.labels, strict=True)]
     return _npz({"x": picked.inputs, "y": np.array(names, dtype=str)})
 
@@ -189,8 +183,10 @@ def _npz(content: Mapping[str, Any]) -> bytes:
     return file.getvalue()
 
 
-def tensor_array(values: Tensor) -> Array:
-    """The numbers of a tensor; numpy has no bfloat16, which becomes float32."""
+def tensor_array(values: Any) -> Any:
+    """The numbers of a tensor as an array, anything else as it is; numpy has no bfloat16, which becomes float32."""
+    if not isinstance(values, Tensor):
+        return values
     if values.layout != torch.strided:
         raise HyperkronError(f"x is a tensor of layout {values.layout}; pass x.to_dense(), or a scipy sparse matrix.")
     found = values.detach().cpu()
@@ -207,11 +203,12 @@ def dense(x: Any, name: str) -> Array:
                 "up. Reduce it first, for example with sklearn.decomposition.TruncatedSVD(256).fit_transform(x)."
             )
         x = x.toarray()
-    return _unmasked(x, np.nan, f"{name}: x")
+    return _as_array(x, np.nan, f"{name}: x")
 
 
-def _unmasked(values: Any, missing: float | None, where: str) -> Array:
+def _as_array(values: Any, missing: float | None, where: str) -> Array:
     """An array of what was given, with ``missing`` in place of what a masked array hides."""
+    values = tensor_array(values)
     if np.ma.isMaskedArray(values):
         return np.where(np.ma.getmaskarray(values), missing, values.data)
     try:
@@ -222,7 +219,7 @@ def _unmasked(values: Any, missing: float | None, where: str) -> Array:
 
 def array_rows(x: Any, y: Any, name: str, classes: tuple[str, ...] = ()) -> Raw:
     """Rows of arrays: texts (N,), a table (N, d), or images (N, H, W), (N, H, W, C) or (N, C, H, W), and labels."""
-    inputs, targets = dense(x, name), _unmasked(y, None, f"{name}: y")
+    inputs, targets = dense(x, name), _as_array(y, None, f"{name}: y")
     if targets.ndim == 2 and 1 in targets.shape:
         targets = targets.reshape(-1)
     if targets.ndim not in (1, 2):
@@ -278,19 +275,21 @@ def _class_names(numbers: Iterable[int], classes: tuple[str, ...], name: str) ->
 
 def _as_pictures(x: Array, name: str) -> tuple[Array, tuple[str, ...]]:
     """uint8 (N, C, H, W) of an array of images, channels first, last or absent."""
-    if x.ndim == 3:
-        x = x[:, None]
-    elif x.ndim != 4:
+    if x.ndim not in (3, 4):
         raise HyperkronError(f"{name}: x has shape {x.shape}; images are (N, H, W), (N, H, W, C) or (N, C, H, W).")
-    elif x.shape[1] not in (1, 3) and x.shape[3] == 4:  # colours and opacity: what is seen on white
-        count, *size, _ = x.shape
-        planes, notes = _as_pictures(x.transpose(0, 3, 1, 2).reshape(4 * count, *size), name)
-        planes = planes.reshape(count, 4, *size).astype(np.uint16)
-        return (255 - ((255 - planes[:, :3]) * planes[:, 3:] + 127) // 255).astype(np.uint8), notes
-    elif x.shape[1] not in (1, 3) and x.shape[3] in (1, 3):
-        x = x.transpose(0, 3, 1, 2)
-    if x.shape[1] not in (1, 3) or 0 in x.shape:
+    last = x.ndim == 4 and x.shape[1] not in (1, 3)
+    planes = x[:, None] if x.ndim == 3 else x.transpose(0, 3, 1, 2) if last else x
+    if planes.shape[1] not in (1, 3, 4) or 0 in x.shape:
         raise HyperkronError(f"{name}: x has shape {x.shape}; images have 1 or 3 channels, first or last.")
+    pixels, notes = _as_bytes(planes, name)
+    if pixels.shape[1] == 4:  # colours and opacity: what is seen on white
+        colours, opacity = np.split(pixels.astype(np.uint16), [3], axis=1)
+        pixels = (255 - ((255 - colours) * opacity + 127) // 255).astype(np.uint8)
+    return pixels, notes
+
+
+def _as_bytes(x: Array, name: str) -> tuple[Array, tuple[str, ...]]:
+    """Pixels from 0 to 1 or to 255 as uint8."""
     if x.dtype == np.uint8:
         return np.ascontiguousarray(x), ()
     if not np.isfinite(x).all():

@@ -10,6 +10,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from decimal import Decimal
+from typing import Any
 
 from hyperkron.cleaning.data.encoding import TableEncoding
 from hyperkron.cleaning.data.files import listing, np, several
@@ -98,11 +99,10 @@ def refuse_other_kind(raw: Raw, kind: str, shape: tuple[int, ...] | None, other:
 
 def refuse_other_columns(raw: Raw, names: Iterable[str], other: str) -> None:
     """Refuse a table that lacks columns of another one."""
-    absent = [name for name in names if name not in raw.inputs]
-    if absent and isinstance(raw.inputs, Mapping):
+    if absent := [name for name in names if name not in raw.columns]:
         raise HyperkronError(
             f"{raw.name} lacks the columns {listing(map(repr, absent))} of {other}; it has "
-            f"{listing(map(repr, raw.inputs))}. Give both the same columns, or both as arrays without names."
+            f"{listing(map(repr, raw.columns))}. Give both the same columns, or both as arrays without names."
         )
 
 
@@ -124,9 +124,8 @@ def keys(raw: Raw | Labelled, numeric: frozenset[str] = frozenset()) -> list[Has
 
 def numeric_columns(*parts: Raw) -> frozenset[str]:
     """The columns that hold nothing but numbers in every one of the tables."""
-    tables = [raw.inputs for raw in parts if isinstance(raw.inputs, Mapping)]
-    names = set.intersection(*(set(table) for table in tables)) if tables else set()
-    return frozenset(name for name in names if not any(numbers(table[name])[1] for table in tables))
+    names = set.intersection(*(set(raw.columns) for raw in parts))
+    return frozenset(name for name in names if not any(numbers(raw.columns[name])[1] for raw in parts))
 
 
 def duplicate_notes(raw: Raw, of: Iterable[Hashable]) -> list[str]:
@@ -194,13 +193,11 @@ def class_list(*parts: Raw) -> tuple[str, ...]:
     found = {name for raw in parts for name in (*raw.labels, *raw.answers) if name is not None}
     given = list(dict.fromkeys(name for raw in parts for name in raw.classes))
     where = parts[0].name
-    if len(found) < 2:
+    trained = {*parts[0].labels, *parts[0].answers} - {None}
+    if len(trained) < 2:
+        of_these = ", in every training row" if len(found) > 1 else ""
         raise HyperkronError(
-            f"{where} has a single class, {next(iter(found), None)!r}; at least two are needed. Check label=... ."
-        )
-    if len({*parts[0].labels, *parts[0].answers} - {None}) < 2:
-        raise HyperkronError(
-            f"{where} has a single class, {parts[0].labels[0]!r}, in every training row; at least two are needed. "
+            f"{where} has a single class, {next(iter(trained or found), None)!r}{of_these}; at least two are needed. "
             "Check label=... ."
         )
     if parts[0].votes is not None and "-1" in found:
@@ -283,7 +280,7 @@ def _among(name: str, values: Sequence[object]) -> bool:
 def number_notes(raw: Raw) -> list[str]:
     """Columns of a table that look like numbers of customers, orders or rows."""
     found = []
-    for name, values in raw.inputs.items() if isinstance(raw.inputs, Mapping) else ():
+    for name, values in raw.columns.items():
         numbers, strange = exact_numbers(values)
         if strange or len(numbers) < _LEAST or not np.isfinite(numbers).all() or (numbers != np.round(numbers)).any():
             continue
@@ -302,7 +299,7 @@ def leak_notes(raw: Raw) -> list[str]:
     return [
         f"{raw.name}: column {name!r} tells the label of every row, and so repeats wrong ones. If it was made from the "
         f"labels, pass id=[{name!r}], so that nothing is learnt from it."
-        for name, values in (raw.inputs.items() if isinstance(raw.inputs, Mapping) else ())
+        for name, values in raw.columns.items()
         if _tells(cells(values), raw.labels, shares)
     ]
 
@@ -347,22 +344,19 @@ def label_notes(raw: Raw) -> list[str]:
 
 def _value_notes(raw: Raw, encoding: TableEncoding) -> list[str]:
     """What to say about the gaps of a table, and about numbers that float32 cannot hold."""
-    assert isinstance(raw.inputs, Mapping)
-    notes, columns = [], raw.inputs
-    gappy = [f"{name!r} ({count})" for name, values in columns.items() if (count := int(gaps(values).sum()))]
+    notes = []
+    gappy = [f"{name!r} ({count})" for name, values in raw.columns.items() if (count := int(gaps(values).sum()))]
     if gappy:
         notes.append(
             f"{raw.name}: missing values in {several(len(gappy), 'column')}: {listing(gappy, 8)}. Numbers get the "
             "training mean, categories no value; where training rows have gaps too, an input of its own says so."
         )
-    return notes + [f"{raw.name}: {note}" for note in encoding.extremes(columns)]
+    return notes + [f"{raw.name}: {note}" for note in encoding.extremes(raw.columns)]
 
 
 def surprise_notes(raw: Raw, encoding: TableEncoding | None) -> list[str]:
     """What a table other than the training rows holds that their encoding has no input for."""
-    if encoding is None or not isinstance(raw.inputs, Mapping):
-        return []
-    return [f"{raw.name}: {note}" for note in encoding.surprises(raw.inputs)]
+    return [f"{raw.name}: {note}" for note in ([] if encoding is None else encoding.surprises(raw.columns))]
 
 
 def labelled(raw: Raw, classes: tuple[str, ...], encoding: TableEncoding | None, notes: Iterable[str] = ()) -> Labelled:
@@ -372,11 +366,9 @@ def labelled(raw: Raw, classes: tuple[str, ...], encoding: TableEncoding | None,
     def numbered(names: list[str | None]) -> Array:
         return np.array([number.get(name, -1) for name in names], dtype=np.int64)
 
-    inputs, written = raw.inputs, dict[str, list[str | None]]()
-    if isinstance(inputs, Mapping):
-        assert encoding is not None
-        written = encoding.unknown_names(inputs)
-        inputs, notes = encoding.matrix(inputs), (*notes, *_value_notes(raw, encoding))
+    inputs: Any = raw.inputs
+    if encoding is not None:
+        inputs, notes = encoding.matrix(raw.columns), (*notes, *_value_notes(raw, encoding))
     return Labelled(
         kind=raw.kind,
         inputs=inputs,
@@ -392,5 +384,5 @@ def labelled(raw: Raw, classes: tuple[str, ...], encoding: TableEncoding | None,
         left_out={why: rows.astype(np.int64) for why, rows in raw.left_out.items()},
         ids=raw.ids,
         roles=raw.roles,
-        written=written,
+        written={} if encoding is None else encoding.unknown_names(raw.columns),
     )

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from itertools import accumulate
-from typing import Any, TypeAlias, get_args
+from typing import Any, ClassVar, TypeAlias, get_args
 
 from hyperkron.cleaning.data.files import listing, np, several
 from hyperkron.cleaning.data.number_forms import (
@@ -78,6 +77,9 @@ class Category:
     values: tuple[str, ...]
     other: bool
     flagged: bool
+    mean: ClassVar[float] = 0.0
+    scale: ClassVar[float] = 1.0
+    offset: ClassVar[float] = 0.0
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -127,6 +129,11 @@ class TableEncoding:
     columns: tuple[Column, ...]
 
     @property
+    def column_names(self) -> tuple[str, ...]:
+        """The columns of the table."""
+        return tuple(column.name for column in self.columns)
+
+    @property
     def names(self) -> tuple[str, ...]:
         """What each column of ``matrix`` is."""
         return tuple(name for column in self.columns for name in column.inputs)
@@ -134,25 +141,27 @@ class TableEncoding:
     @property
     def offsets(self) -> Array:
         """What is taken off the numbers of each column of ``matrix`` (d,)."""
-        each = [[c.offset] if isinstance(c, Number) else [0.0] * len(c.inputs) for c in self.columns]
-        return np.array([offset for offsets in each for offset in offsets])
+        return np.array([column.offset for column in self.columns for _ in column.inputs])
+
+    def _parts(self, matrix: Array) -> Iterator[tuple[Column, Array]]:
+        """Every column with its inputs in ``matrix`` (d,) or (N, d)."""
+        ends = np.cumsum([len(column.inputs) for column in self.columns])
+        return zip(self.columns, np.split(matrix, ends[:-1], axis=-1), strict=True)
 
     def less_offsets(self, matrix: Array, name: str) -> Array:
         """Rows of numbers in the columns of ``matrix``, as they were given, less ``offsets``.
 
         Refuses rows of ``matrix`` itself, from which they are taken off already.
         """
-        at = 0
-        for column in self.columns:
-            if isinstance(column, Number) and column.offset:
-                middle = float(np.median(matrix[:, at]))
+        for column, inputs in self._parts(matrix):
+            if column.offset:
+                middle = float(np.median(inputs))
                 if abs(middle + column.offset - column.mean) < abs(middle - column.mean):
                     raise HyperkronError(
                         f"{name}: column {column.name!r} holds numbers near {middle:g}, the training rows numbers near "
                         f"{column.mean:g}: these seem to be encoded rows, such as the inputs of read_pair(), from "
                         f"which {column.offset:.17g} is taken off; give the rows as they were before, or add it again."
                     )
-            at += len(column.inputs)
         return matrix - self.offsets if self.offsets.any() else matrix
 
     def cells(self, row: Array) -> dict[str, float | str | None]:
@@ -163,9 +172,7 @@ class TableEncoding:
             >>> encoding.cells(encoding.matrix({"age": [50], "town": ["Oslo"]})[0])
             {'age': 50.0, 'town': 'Oslo'}
         """
-        ends = accumulate(len(column.inputs) for column in self.columns)
-        parts = ((column, row[end - len(column.inputs) : end]) for column, end in zip(self.columns, ends, strict=True))
-        return {column.name: column.cell(inputs) for column, inputs in parts}
+        return {column.name: column.cell(inputs) for column, inputs in self._parts(row)}
 
     def unknown_names(self, columns: Columns) -> dict[str, list[str | None]]:
         """The cells of every column of names that holds some without an input of their own."""
@@ -216,8 +223,7 @@ class TableEncoding:
 
     def matrix(self, columns: Columns) -> Array:
         """The table as float32 (N, d), NaN where a number is missing."""
-        absent = [column.name for column in self.columns if column.name not in columns]
-        if absent:
+        if absent := [name for name in self.column_names if name not in columns]:
             raise HyperkronError(f"the table lacks the column {absent[0]!r} that was there in training.")
         return np.concatenate([column.matrix(columns[column.name]) for column in self.columns], axis=1)
 
@@ -227,12 +233,7 @@ class TableEncoding:
             raise HyperkronError(
                 f"matrix has shape {tuple(matrix.shape)}, but the encoding has {len(self.names)} columns."
             )
-        mean, scale, flagged, at = np.zeros(len(self.names)), np.ones(len(self.names)), [], 0
-        for column in self.columns:
-            if isinstance(column, Number):
-                mean[at], scale[at] = column.mean, column.scale
-                flagged += [at] * column.flagged
-            at += len(column.inputs)
+        mean, scale = np.array([(column.mean, column.scale) for column in self.columns for _ in column.inputs]).T
         missing, middle = np.isnan(matrix), mean - self.offsets
         with np.errstate(over="ignore"):  # met below
             scaled = ((np.where(missing, middle, matrix) - middle) / scale).astype(np.float32)
@@ -243,7 +244,8 @@ class TableEncoding:
                 f"extreme beside the training rows (mean {mean[j]:g}, standard deviation {scale[j]:g}); correct it or "
                 "leave it empty, or rescale the column in all parts."
             )
-        return np.concatenate([scaled, missing[:, flagged]], axis=1).astype(np.float32)
+        gaps = (part for column, part in self._parts(missing) if isinstance(column, Number) and column.flagged)
+        return np.concatenate([scaled, *gaps], axis=1).astype(np.float32)
 
     def encode(self, columns: Columns) -> Array:
         """``standardise(matrix(columns))``."""

@@ -22,6 +22,7 @@ CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hors
 _TILES = 100  # in each direction of a sheet
 _PARTS = ("train", "trusted", "valid", "validation", "val", "test")
 _CHUNK = 2**20
+_TYPES = f"files of the types {listing(SUFFIXES, 20)}."
 
 
 def _root(folder: Path, part: str | None) -> Path:
@@ -51,8 +52,7 @@ def read_class_folder(place: Place) -> Raw:
     files = class_files(place.path, place.part)
     if not files:
         raise HyperkronError(
-            f"{str(place.path)!r} is empty: no image in it. It must hold one folder per class with files of the types "
-            f"{listing(SUFFIXES, 20)}."
+            f"{str(place.path)!r} is empty: no image in it. It must hold one folder per class with {_TYPES}"
         )
     paths, labels = [path for path, _ in files], [composed(name) for _, name in files]
     pictures, broken, notes = load_images(paths, place.path, place.name, place.options, place.shape)
@@ -65,8 +65,8 @@ def other_files(folder: Path, read: Collection[Path], name: str) -> list[str]:
     """What to say about files in a folder of pictures that were not read."""
     every = (path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.startswith("."))
     others = [repr(path.relative_to(folder).as_posix()) for path in every if path not in read]
-    told = f"{name}: {several(len(others), 'file')} not read: {listing(others)}. Images are files of the types "
-    return [f"{told}{listing(SUFFIXES, 20)}."] if others else []
+    told = f"{name}: {several(len(others), 'file')} not read: {listing(others)}. Images are {_TYPES}"
+    return [told] if others else []
 
 
 def folder_hashes(place: Place) -> RowHashes:

@@ -44,19 +44,17 @@ def open_image(value: Any, folder: Path | None, where: str, max_pixels: int) -> 
         warnings.simplefilter("ignore", image.DecompressionBombWarning)  # the limit below is the one that counts
         try:
             opened = image.open(source, formats=_DECODERS)
+            width, height = opened.size
+            size = f"{width} × {height} pixels" if width * height > max_pixels else ""
         except image.DecompressionBombError as error:
-            raise HyperkronError(_bomb(value, where, str(error), max_pixels)) from error
-    if opened.size[0] * opened.size[1] > max_pixels:
-        raise HyperkronError(_bomb(value, where, f"{opened.size[0]} × {opened.size[1]} pixels", max_pixels))
+            size = str(error)
+    if size:
+        name = repr(value[:200]) if isinstance(value, str) else "an embedded image"
+        raise HyperkronError(
+            f"{where}: {name} is too large to be decoded safely ({size}; max_pixels={max_pixels}). Remove it, or pass "
+            "ReadOptions(max_pixels=...) if you trust it."
+        )
     return opened
-
-
-def _bomb(value: Any, where: str, size: str, limit: int) -> str:
-    name = repr(value[:200]) if isinstance(value, str) else "an embedded image"
-    return (
-        f"{where}: {name} is too large to be decoded safely ({size}; max_pixels={limit}). Remove it, or pass "
-        "ReadOptions(max_pixels=...) if you trust it."
-    )
 
 
 def _turn(opened: Any) -> int | None:

@@ -169,6 +169,11 @@ class Raw(_Rows):
     ids: Columns = field(default_factory=dict)
     roles: Roles = Roles()
 
+    @property
+    def columns(self) -> Columns:
+        """The inputs of a table; none of anything else."""
+        return self.inputs if isinstance(self.inputs, Mapping) else {}
+
     def without(self, mask: Array, why: str) -> Raw:
         """The rows outside a mask; those in it are remembered with the reason."""
         if not mask.any():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -110,12 +110,11 @@ class InputForm:
             if not self._positional(named):
                 return named
             rows = np.asarray(rows)
-        values = arrays.tensor_array(rows) if hasattr(rows, "detach") else rows
-        if not hasattr(values, "__len__") or getattr(values, "ndim", 1) == 0:
+        if not hasattr(rows, "__len__") or getattr(rows, "ndim", 1) == 0:
             raise HyperkronError(f"rows is a {type(rows).__name__}; {_FORMS}.")
         if self.kind == "text":
-            return Raw("rows", "text", _texts(values), [None] * len(values), np.arange(len(values)))
-        found = arrays.dense(values, "rows")
+            return Raw("rows", "text", _texts(rows), [None] * len(rows), np.arange(len(rows)))
+        found = arrays.dense(rows, "rows")
         if found.dtype.kind not in "fiub":
             raise HyperkronError(f"rows is a {type(rows).__name__} of type {found.dtype}, not of numbers; {_FORMS}.")
         names = () if self.encoding is None else self.encoding.names
@@ -128,17 +127,16 @@ class InputForm:
         """Whether columns are to be taken by their places: the training rows were an array, which has no names."""
         if self.encoding is None or self.roles.features is not None or not isinstance(named, Frame):
             return False
-        return not {column.name for column in self.encoding.columns} & set(named.columns)
+        return not {*self.encoding.column_names} & set(named.columns)
 
     def _from_arrays(self, raw: Raw) -> NewRows:
         checks.refuse_other_kind(raw, self.kind, self.shape, "the training rows")
         inputs: Any = raw.inputs
         notes: list[str] = []
-        if self.encoding is not None and isinstance(inputs, Mapping):
-            if list(inputs) == list(self.encoding.names):
-                inputs = self.encoding.less_offsets(np.stack(list(inputs.values()), axis=1), raw.name)
-            else:
-                inputs, notes = self._matrix(inputs, raw.name)
+        if self.encoding is not None and tuple(raw.columns) == self.encoding.names:
+            inputs = self.encoding.less_offsets(np.stack(list(raw.columns.values()), axis=1), raw.name)
+        elif self.encoding is not None:
+            inputs, notes = self._matrix(raw.columns, raw.name)
         count = len(raw.rows) + sum(map(len, raw.left_out.values()))
         known = {name: dict(zip(raw.rows.tolist(), cells(values), strict=True)) for name, values in raw.ids.items()}
         ids = {name: [values.get(row, "") for row in range(count)] for name, values in known.items()}
@@ -147,9 +145,9 @@ class InputForm:
     def _matrix(self, columns: Columns, name: str) -> tuple[Array, list[str]]:
         """A table as the training rows are encoded, and what to say about its cells."""
         assert self.encoding is not None
-        _require_columns([column.name for column in self.encoding.columns], columns, name)
+        _require_columns(self.encoding.column_names, columns, name)
         notes = [*self.encoding.surprises(columns), *self.encoding.extremes(columns)]
-        empty = np.all([gaps(columns[column.name]) for column in self.encoding.columns], axis=0).sum()
+        empty = np.all([gaps(columns[column]) for column in self.encoding.column_names], axis=0).sum()
         if empty:
             notes.append(f"{several(int(empty), 'row')} without a feature; do not rely on their answers.")
         return self.encoding.matrix(columns), [f"{name}: {note}" for note in notes]
@@ -158,32 +156,28 @@ class InputForm:
         known = [name for name in (*self.roles.id, *frame.ids) if name in frame.columns]
         kept = known if id is None else Roles(id=id).id
         _require_columns(list(kept), frame.columns, frame.name, "named as id")
-        rows, notes = np.arange(len(frame)), list(frame.messages)
+        rows, written = np.arange(len(frame)), dict[str, list[str | None]]()
         inputs: Any
         if self.encoding is not None:
-            inputs, seen = self._matrix(frame.columns, frame.name)
-            names = [column.name for column in self.encoding.columns]
-            used = {*names, *(self.roles.features or ()), *kept, self.roles.label}
-            extra = [name for name in frame.columns if name not in used]
-            if extra:
-                seen.append(f"{frame.name}: columns that the model does not use: {listing(map(repr, extra), 12)}.")
-            notes += seen
+            inputs, notes = self._matrix(frame.columns, frame.name)
+            used = {*self.encoding.column_names, *(self.roles.features or ()), *kept, self.roles.label}
+            if extra := [name for name in frame.columns if name not in used]:
+                notes.append(f"{frame.name}: columns that the model does not use: {listing(map(repr, extra), 12)}.")
+            written = self.encoding.unknown_names(frame.columns)
         else:
             column = self.roles.text or ("image" if frame.ids else self.roles.image)
             if column is None:
                 guess = infer_input(frame, Roles())
                 column = guess.text or guess.image
             _require_columns([str(column)], frame.columns, frame.name)
-            inputs, broken, seen = column_inputs(
-                frame, replace(Roles(), **{self.kind: str(column)}), options, self.shape
-            )
-            rows, notes = np.flatnonzero(~broken), notes + seen
+            asked = Roles(**{self.kind: str(column)})
+            inputs, broken, notes = column_inputs(frame, asked, options, self.shape)
+            rows = np.flatnonzero(~broken)
             inputs = pick(inputs, rows)
             if self.kind == "text" and (blank := sum(not text.strip() for text in inputs)):
                 notes.append(f"{frame.name}: {several(blank, 'row')} without a text; do not rely on their answers.")
         ids = {name: ids_of(frame.columns[name]) for name in kept}
-        written = {} if self.encoding is None else self.encoding.unknown_names(frame.columns)
-        return NewRows(inputs, rows, len(frame), ids, tuple(notes), written)
+        return NewRows(inputs, rows, len(frame), ids, (*frame.messages, *notes), written)
 
 
 def _open_path(source: str | os.PathLike[str], options: ReadOptions, shape: tuple[int, ...] | None) -> Frame | Raw:

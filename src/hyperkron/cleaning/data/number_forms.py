@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from hyperkron.cleaning.data.files import np
-from hyperkron.cleaning.data.values import LARGEST, Array, Values, as_number, cells, is_missing, numbers
+from hyperkron.cleaning.data.values import Array, Values, as_number, cells, is_missing, numbers, parsed
 
 NumberForm: TypeAlias = Literal["plain", "thousands", "decimal comma", "date", "date, day first", "date, order unknown"]
 """How the cells of a column are read as numbers; of unknown order, the day comes first in dates with points only."""
@@ -87,15 +87,8 @@ def read_numbers(values: Values, written: Written = PLAIN) -> tuple[Array, list[
     if written == PLAIN:
         return numbers(values)
 
-    def parse(value: Any) -> float | None:
-        return float("nan") if is_missing(value) else _read(value, written)
-
-    listed = cells(values)
-    known = {text: parse(text) for text in {value for value in listed if isinstance(value, str)}}
-    parsed = [known[value] if isinstance(value, str) else parse(value) for value in listed]
-    strange = [value for value, number in zip(listed, parsed, strict=True) if number is None]
-    found = np.array([np.nan if number is None else number for number in parsed], dtype=np.float64)
-    return np.where(np.abs(found) < LARGEST, found, np.nan), strange
+    found, strange = parsed(cells(values), lambda cell: np.nan if is_missing(cell) else _read(cell, written))
+    return numbers(found)[0], strange
 
 
 def detect_form(values: Values, strange: Sequence[Any]) -> Written:

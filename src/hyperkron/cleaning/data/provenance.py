@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from hyperkron.cleaning.data.files import listing, several
 from hyperkron.cleaning.data.labelled import Frame, Raw
+from hyperkron.cleaning.data.values import cells
 
 HASH_BYTES = 8
 """Bytes of the hash of one row."""
@@ -47,7 +48,7 @@ class RowHashes:
         if isinstance(source, Raw):
             parts += [part for part in (source.labels, source.gold, source.votes) if part is not None]
         wide = [part for part in parts if getattr(part, "ndim", 1) > 1]
-        flat = [part if isinstance(part, list) else part.tolist() for part in parts if getattr(part, "ndim", 1) == 1]
+        flat = [cells(part) for part in parts if getattr(part, "ndim", 1) == 1]
         rows = enumerate(map(repr, zip(*flat, strict=True)))
         content = (row.encode("utf-8", "surrogatepass") + b"".join(x[i].tobytes() for x in wide) for i, row in rows)
         return cls.of_bytes(repr(head), content)

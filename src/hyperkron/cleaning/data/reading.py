@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -50,9 +50,9 @@ def _options(options: ReadOptions | None, charset: str | None) -> ReadOptions:
 
 def _encoding(train: Raw, options: ReadOptions) -> tuple[TableEncoding | None, list[str]]:
     """How the training rows become numbers if they are a table, and what was noticed."""
-    if not isinstance(train.inputs, Mapping):
+    if train.kind != "table":
         return None, []
-    encoding, notes = TableEncoding.fit(train.inputs, options.max_categories)
+    encoding, notes = TableEncoding.fit(train.columns, options.max_categories)
     return encoding, [f"{train.name}: {note}" for note in notes]
 
 
@@ -85,17 +85,15 @@ def read(
         >>> rows.kind, rows.classes, rows.inputs.tolist()
         ('table', ('a', 'b'), [[0.0, 1.0], [2.0, 3.0]])
     """
-    options, asked = (
-        _options(options, charset),
-        Roles(text, label, image, features, id=() if like is None else like.roles.id),
-    )
+    options = _options(options, charset)
+    asked = Roles(text, label, image, features, id=() if like is None else like.roles.id)
     if like is None:
         raw = _load(source, argument, asked, options, part=part)
         classes = checks.class_list(raw)
         encoding, notes = _encoding(raw, options)
         notes += checks.duplicate_notes(raw, checks.keys(raw, checks.numeric_columns(raw)))
         return checks.labelled(raw, classes, encoding, notes)
-    names = [] if like.encoding is None else [column.name for column in like.encoding.columns]
+    names = () if like.encoding is None else like.encoding.column_names
     if names and not asked.given("text", "image", "features") and not without_columns(source):
         asked = replace(asked, features=names)
     raw = _load(source, argument, asked, options, like.shape, part=part)
@@ -166,12 +164,12 @@ def read_pair(
 
 
 def _pair(train: Raw, trusted: Raw, options: ReadOptions) -> tuple[Labelled, Labelled]:
-    if train.kind == "table" and len(train.inputs) != len(trusted.inputs):
+    if len(train.columns) != len(trusted.columns):
         raise HyperkronError(
-            f"{train.name} has {len(train.inputs)} columns but {trusted.name} has {len(trusted.inputs)}; give both the "
-            "same columns."
+            f"{train.name} has {len(train.columns)} columns but {trusted.name} has {len(trusted.columns)}; give both "
+            "the same columns."
         )
-    checks.refuse_other_columns(trusted, train.inputs if train.kind == "table" else (), train.name)
+    checks.refuse_other_columns(trusted, train.columns, train.name)
     numeric = checks.numeric_columns(train, trusted)
     ours, theirs = (checks.keys(raw, numeric) for raw in (train, trusted))
     known = set(theirs)

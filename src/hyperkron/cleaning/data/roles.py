@@ -197,6 +197,7 @@ def frame_rows(frame: Frame, asked: Roles, options: ReadOptions, shape: tuple[in
         frame, ballot, rows, others, more = gathered(frame, found)
         left_out, notes, trusted = {FURTHER: others}, [*notes, *more], None if trusted is None else trusted[rows]
     classes = frame.class_names.get(label, ())
+    labels: list[str | None] = [None] * len(frame)
     if found.label is not None:
         labels = label_names(frame.columns[label], f"{frame.name}: label={label!r}")
         texts = {value for value in set(cells(frame.columns[label])) if isinstance(value, str) and value.strip()}
@@ -205,9 +206,6 @@ def frame_rows(frame: Frame, asked: Roles, options: ReadOptions, shape: tuple[in
             notes = [*notes, f"{frame.name}: {told}"]
     if classes:
         labels = [_class_name(name, classes) for name in labels]
-    if ballot is not None:  # trusted rows have the label of their own column
-        checked = np.zeros(len(frame), dtype=bool) if trusted is None else trusted
-        labels = [labels[i] if checked[i] else name for i, name in enumerate(ballot.labels())]
     kind: Kind = "text" if found.text is not None else "image" if found.features is None else "table"
     inputs, broken, seen = column_inputs(frame, found, options, shape)
     messages = (*frame.messages, *seen, *notes)
@@ -225,8 +223,7 @@ def frame_rows(frame: Frame, asked: Roles, options: ReadOptions, shape: tuple[in
         ids=ids,
         roles=found,
     )
-    if ballot is not None:
-        raw = replace(ballot.given_to(raw), labels=labels)
+    raw = raw if ballot is None else ballot.given_to(raw)
     return raw.without(broken, "unreadable image")
 
 

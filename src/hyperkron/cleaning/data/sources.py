@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -183,8 +182,7 @@ def in_memory(source: Any, argument: str) -> Raw | Frame:
     if without_columns(source):
         classes = tuple(str(name) for name in source.get("classes", ()))
         return arrays.array_rows(source["x"], source["y"], argument, classes)
-    if twice := [name for name, count in Counter(map(str, source)).items() if count > 1]:
-        raise HyperkronError(f"{argument} names more than one column {twice[0]!r}; rename them.")
+    spreadsheets.refuse_repeated(map(str, source), argument)
     columns = {str(name): _column(source[name]) for name in source}
     lengths = {name: len(values) for name, values in columns.items()}
     if len(set(lengths.values())) > 1:

@@ -17,7 +17,7 @@ from hyperkron.cleaning.data.files import listing, nearest, several
 from hyperkron.cleaning.data.kept import FormulaCells, Kept, csv_line, csv_table
 from hyperkron.cleaning.data.labelled import Frame, Place
 from hyperkron.cleaning.data.limits import Bounds, ReadOptions, encoded, read_text
-from hyperkron.cleaning.data.values import Cells
+from hyperkron.cleaning.data.values import Cells, all_floats
 from hyperkron.solution import HyperkronError
 from hyperkron.validation import need
 
@@ -128,18 +128,10 @@ def _check_header(header: list[str], bounds: Bounds) -> None:
         raise HyperkronError(f"{bounds.name} is empty: it has no header. Its first line must name the columns.")
     bounds.check("max_columns", len(header))
     refuse_repeated(header, bounds.name)
-    if all(_is_number(name) for name in header):
+    if all_floats(header) is not None:
         raise HyperkronError(
             f"{bounds.name} has no header: its first line is {listing(header)}. Add a line that names the columns."
         )
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def refuse_repeated(names: Iterable[str], where: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import re
 import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -71,7 +71,7 @@ class Cells(list[Any]):
     floats: Array | None
 
 
-def _floats(values: list[Any]) -> Array | None:
+def all_floats(values: list[Any]) -> Array | None:
     """The numbers of a column of texts that are numbers, every one of them; None for any other."""
     if isinstance(values, Cells) and hasattr(values, "floats"):
         return values.floats
@@ -96,7 +96,7 @@ def ids_of(values: Values) -> list[Any]:
 
 def gaps(values: Values) -> Array:
     """Which cells of a column hold no value."""
-    found = _floats(values) if isinstance(values, list) else values
+    found = all_floats(values) if isinstance(values, list) else values
     if found is None:
         return np.array([is_missing(value) for value in values], dtype=bool)
     return np.isnan(found) if found.dtype.kind == "f" else np.zeros(len(found), dtype=bool)
@@ -106,12 +106,18 @@ def exact_numbers(values: Values) -> tuple[Array, list[Any]]:
     """The column as float64 with NaN where there is no number, and the values that are no numbers."""
     if not isinstance(values, list):
         return np.asarray(values, dtype=np.float64), []
-    plain = _floats(values)
+    plain = all_floats(values)
     if plain is not None:
         return plain, []
-    parsed = [as_number(value) for value in values]
-    strange = [value for value, number in zip(values, parsed, strict=True) if number is None]
-    return np.array([np.nan if number is None else number for number in parsed], dtype=np.float64), strange
+    return parsed(values, as_number)
+
+
+def parsed(values: list[Any], number: Callable[[Any], float | None]) -> tuple[Array, list[Any]]:
+    """The ``number`` of each cell as float64, NaN where that is None; and these cells. Each text is asked for once."""
+    known = {text: number(text) for text in {value for value in values if isinstance(value, str)}}
+    found = [known[value] if isinstance(value, str) else number(value) for value in values]
+    strange = [value for value, here in zip(values, found, strict=True) if here is None]
+    return np.array(found, dtype=np.float64), strange
 
 
 def numbers(values: Values) -> tuple[Array, list[Any]]:
@@ -163,7 +169,7 @@ def label_names(values: Values, where: str) -> list[str | None]:
         ['3', '1', None]
     """
     names: list[str | None] = []
-    for value in values if isinstance(values, list) else values.tolist():
+    for value in cells(values):
         if is_missing(value):
             names.append(None)
         elif isinstance(value, (list, dict, tuple, bytes)):

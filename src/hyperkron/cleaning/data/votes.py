@@ -47,14 +47,13 @@ class Ballot:
         votes = np.array([[number[name] for name in column] for column in said], dtype=np.int64).T
         return cls(np.ascontiguousarray(votes), answers, tuple(annotators))
 
-    def labels(self) -> list[str | None]:
-        """The name that most sources give to each row; None where all are silent."""
-        found = majority_vote(self.votes, len(self.answers), ties="reliable").tolist()
-        return [None if k == SILENT else self.answers[k] for k in found]
-
     def given_to(self, raw: Raw) -> Raw:
-        """The rows with these votes, and their majority as labels."""
-        return replace(raw, labels=self.labels(), votes=self.votes, answers=self.answers, annotators=self.annotators)
+        """The rows with these votes, whose majority (None where all are silent) labels all rows but trusted ones."""
+        names = (*self.answers, None)  # at SILENT, the last place
+        labels = [names[k] for k in majority_vote(self.votes, len(self.answers), ties="reliable").tolist()]
+        for row in () if raw.trusted is None else np.flatnonzero(raw.trusted):
+            labels[row] = raw.labels[row]
+        return replace(raw, labels=labels, votes=self.votes, answers=self.answers, annotators=self.annotators)
 
 
 def majority_vote(votes: Array, classes: int, ties: str = "first") -> Array:
@@ -114,20 +113,18 @@ def gathered(frame: Frame, roles: Roles) -> tuple[Frame, Ballot, Array, Array, l
     at, annotators = np.array([place[key] for key in keys]), ordered({str(name) for name in who})
     first = np.unique(at, return_index=True)[1]
     _refuse_mixed(frame, roles, at, first)
-    number = {name: s for s, name in enumerate(annotators)}
-    said: list[list[str | None]] = [[None] * len(first) for _ in annotators]
+    said: dict[str | None, list[str | None]] = {name: [None] * len(first) for name in annotators}
     names, again = label_names(frame.columns[str(roles.label)], f"{frame.name}: label={roles.label!r}"), 0
     for row, name, label in zip(at.tolist(), who, names, strict=True):
-        column = said[number[str(name)]]
-        again += column[row] is not None and label is not None
-        column[row] = label if label is not None else column[row]
+        if label is not None:
+            again += said[name][row] is not None
+            said[name][row] = label
     notes = [f"{frame.name}: {len(keys)} lines of {several(len(annotators), 'annotator')} are {len(first)} rows."]
     if again:
         notes.append(f"{frame.name}: {several(again, 'line')} repeat a row and an annotator; the last label counts.")
     others = np.setdiff1d(np.arange(len(keys)), first)
-    columns = {name: list(values) if isinstance(values, list) else values for name, values in frame.columns.items()}
-    rows = replace(frame, columns=pick(columns, first), messages=())
-    return rows, Ballot.of(said, annotators), first, others, notes
+    rows = replace(frame, columns=pick(frame.columns, first), messages=())
+    return rows, Ballot.of([*said.values()], annotators), first, others, notes
 
 
 def _refuse_mixed(frame: Frame, roles: Roles, at: Array, first: Array) -> None:
