@@ -132,7 +132,8 @@ def expect_wrong_labels(found: CleanResult, data: Blobs) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.long
-def test_every_array_is_about_the_given_rows(data: Blobs, form: str) -> None:
+def test_every_array_is_about_the_given_rows(data: Blobs, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    quicken(monkeypatch, least=24, forest=6)  # enough to find nearly all wrong labels
     train, trusted = FORMS[form](data)
     found = clean(train, trusted, config=CONFIG)
     expect_given_rows(found)
