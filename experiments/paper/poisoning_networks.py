@@ -7,6 +7,10 @@ recorded the verdict of table 5 takes their mean.
 
     python -m experiments.paper.poisoning_networks --device cuda --workers 6 --limit-minutes 9   # continues a run
     python -m experiments.paper.poisoning_networks --table                                        # the recorded ones
+
+With ``--arm printed`` the attacks have the step sizes that the paper prints, and as many steps:
+
+    python -m experiments.paper.poisoning_networks --arm printed --model LR --networks 1 --workers 2   # hours on a CPU
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ from experiments.paper import poisoning
 from experiments.paper import poisoning_attacks as attacks
 from experiments.paper.poisoning_attacks import Poison
 from experiments.paper.poisoning_page import NETWORKS
-from experiments.paper.recipe import Result
+from experiments.paper.recipe import Result, Scale
 from experiments.paper.tuning import Setting
 from experiments.pieces import Lines
 from experiments.seeds import shown
@@ -39,6 +43,8 @@ from experiments.workers import share
 METHODS = ("clean", *poisoning.DECISIVE)
 EACH = 5
 """Networks trained on the same rows."""
+FILES = {"own": NETWORKS, "printed": NETWORKS.with_name("poisoning-printed.jsonl")}
+"""Where the networks of an arm are recorded: of attacks with their own step sizes, and with the printed ones."""
 
 
 class Task(NamedTuple):
@@ -63,25 +69,30 @@ class Runner:
     """Carries out tasks; rows of attacks are kept in a folder."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.model, self.folder = options.model, options.rows
-        self.settings = poisoning.SETTINGS["smoke" if options.toy else "small"]
+        self.model, self.arm, self.folder = options.model, options.arm, options.rows
+        size: Scale = "paper" if self.arm == "printed" else "small"
+        self.settings = poisoning.SETTINGS["smoke" if options.toy else size]
         job = SimpleNamespace(settings=self.settings, data=options.data, device=torch.device(options.device))
         self.source = poisoning.Source(job)  # type: ignore[arg-type]  # it needs these three of a job
-        self.tuned = {} if options.toy else chosen(self.model)
+        self.tuned = {} if options.toy or self.arm == "printed" else chosen(self.model)
 
     def poison(self, method: str, seed: int) -> Poison | None:
         """The added rows: those of the folder, or those of an attack, which is saved on its way."""
         if method == "clean":
             return None
-        split, place = self.source.split(self.model, seed), self.folder / f"{self.model}-{method}-{seed}"
+        printed = self.arm == "printed"
+        name = f"{self.model}-{method}-{seed}{'-printed' * printed}"
+        split, place = self.source.split(self.model, seed), self.folder / name
         kept = place.with_name(f"{place.name}.safetensors")
         if kept.exists():
             with safe_open(kept, "pt") as file:
                 x, facts = file.get_tensor("x"), json.loads(file.metadata()["facts"])
             return Poison((x.to(split.device), split.origin[1]), facts)
         setting = self.tuned.get(method, {"inner": 0.1, "outer": 1e-5, "damping": 1e-3})
+        if printed:
+            setting = {name: value for name, (value,) in poisoning.PRINTED.items()}
         case, starts = self.source.case(self.model), self.source.starts(self.model)
-        made = attacks.bilevel(case, split, starts, method, setting, seed, relative=True, folder=place)
+        made = attacks.bilevel(case, split, starts, method, setting, seed, relative=not printed, folder=place)
         save_file({"x": made.rows[0].contiguous()}, kept, {"facts": json.dumps(made.facts)})
         shutil.rmtree(place, ignore_errors=True)
         return made
@@ -124,6 +135,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--table", action="store_true", help="print the table of the recorded networks")
     parser.add_argument("--model", choices=poisoning.SETTINGS["small"].cases, default="CNN")
+    parser.add_argument(
+        "--arm", choices=FILES, default="own", help="step sizes of λ: each method's own, or printed ones"
+    )
     parser.add_argument("--toy", action="store_true", help="scikit-learn's digits in place of the real data")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="default: those of table 5")
     parser.add_argument("--networks", type=int, default=EACH, help=f"on the same rows; default: {EACH}")
@@ -132,9 +146,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=Path, default=Path("runs/poisoning-networks"), help="folder of attacks")
     parser.add_argument("--workers", type=int, default=1, help="networks that share the device; default: 1")
     parser.add_argument("--limit-minutes", type=float, default=1e9, help="no network begins after this time")
-    parser.add_argument("--out", type=Path, default=NETWORKS, help="file of the networks; finished ones are kept")
+    parser.add_argument("--out", type=Path, help="file of the networks; finished ones are kept")
     options = parser.parse_args(arguments)
-    lines = Lines(options.out)
+    lines = Lines(options.out or FILES[options.arm])
     if options.table:
         print(table([row for row in lines.rows if row["model"] == options.model]))
         return

@@ -56,6 +56,19 @@ def test_several_networks_judge_one_attack(
     assert f"| {shown(drops, 2)} |" in capsys.readouterr().out
 
 
+def test_attacks_with_the_printed_step_sizes_have_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(poisoning_networks, "share", here)
+    monkeypatch.setattr(poisoning_networks, "METHODS", ("TGDA-CG",))
+    rates = {}
+    for arm in ("own", "printed"):
+        out = tmp_path / f"{arm}.jsonl"
+        given = ["--toy", "--model", "LR", "--arm", arm, "--seeds", "1", "--networks", "1"]
+        poisoning_networks.main([*given, "--out", str(out), "--rows", str(tmp_path / "rows")])
+        [row] = Lines(out).rows
+        rates[arm] = row["rate"]
+    assert rates["printed"] == poisoning.PRINTED["outer"][0] != rates["own"]
+
+
 def test_the_first_network_of_an_attack_comes_before_the_others() -> None:
     task = poisoning_networks.Task
     first = list(poisoning_networks.missing(set(), (1, 2), 3))
