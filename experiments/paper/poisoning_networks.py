@@ -10,7 +10,7 @@ recorded the verdict of table 5 takes their mean.
 
 With ``--arm printed`` the attacks have the step sizes that the paper prints, and as many steps:
 
-    python -m experiments.paper.poisoning_networks --arm printed --model LR --networks 1 --workers 2   # hours on a CPU
+    python -m experiments.paper.poisoning_networks --arm printed --model LR --networks 1 --device cuda --workers 6
 """
 
 from __future__ import annotations
