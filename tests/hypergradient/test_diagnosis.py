@@ -20,6 +20,11 @@ from hyperkron.hypergradient.diagnosis import Comparison, Diagnosis
 DAMPING = 1e-2
 
 
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis, "TIMED_SECONDS", 0.0)
+
+
 def row(found: Diagnosis, name: str) -> Comparison:
     [one] = [row for row in found.rows if row.name == name]
     return one

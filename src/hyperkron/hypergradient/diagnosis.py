@@ -38,9 +38,9 @@ MARGIN = 0.1
 TOLERANCE = 1e-5
 """The relative residual ‖b − (A + δI)v‖ / ‖b‖ that the reference must have."""
 ITERATIONS = 500
-"""After so many iterations the reference is given up."""
+"""After this many iterations the reference is given up."""
 TIMED, TIMED_SECONDS = 3, 0.1
-"""At least so many calls are timed, for at least so long; the shortest counts."""
+"""At least this many calls are timed, for at least this many seconds; the shortest counts."""
 
 
 @dataclass(frozen=True)
@@ -325,7 +325,7 @@ def _advice(rows: list[Comparison], products: int) -> tuple[str | None, str]:
     if plain.cosine >= ENOUGH:
         return plain.name, (
             f"{plain.name} is enough: its cosine is {plain.cosine:.2f}. From {ENOUGH} on, curvature added next to "
-            "nothing in the problems of docs/which-method.md."
+            "nothing in the problems of docs/which-method.md. Ask again after some steps of λ."
         )
     best = max(usable, key=lambda row: row.cosine)
     near = [row for row in usable if row.cosine >= best.cosine - MARGIN]
