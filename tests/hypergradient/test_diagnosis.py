@@ -79,12 +79,23 @@ def test_the_newton_step_is_that_of_the_dense_matrix() -> None:
 
 def test_where_the_curvature_is_a_multiple_of_the_identity_the_identity_is_enough() -> None:
     case = linear([1.0] * 4, count=8)
-    case.inner_batch[0].copy_(2**0.5 * torch.eye(8, dtype=cases.DOUBLE)[:, :4] * 2**0.5)  # A = 4/8·I
-    case.inner_batch[0].mul_(2**0.5)
+    case.inner_batch[0].copy_(8**0.5 * torch.eye(8, dtype=cases.DOUBLE)[:, :4])
     assert torch.allclose(case.ggn(), torch.eye(4, dtype=cases.DOUBLE))
-    found = hk.diagnose(*case.arguments)
+    problem = hk.BilevelProblem(case.inner, lambda m, h, b: hk.losses.mse(m(b[0]), b[1]))
+    found = hk.diagnose(problem, *case.arguments[1:])
     assert row(found, "hk.identity()").cosine == pytest.approx(1, abs=1e-5)
-    assert found.method == "hk.identity()" and "is enough" in found.advice
+    assert found.method == "hk.identity()" and "is enough" in found.advice and "is an end" not in found.advice
+    assert found.damping == 0.1  # all dampings have the cosine 1.00
+
+
+def test_a_problem_that_is_solved_exactly_has_no_hypergradient() -> None:
+    """Without residuals the weights have no effect, and there is no J_in whose share a step could be."""
+    case = linear([1.0, 0.5])
+    case.inner_batch[1].copy_(case.model(case.inner_batch[0]).detach())
+    problem = hk.BilevelProblem(case.inner, lambda m, h, b: hk.losses.mse(m(b[0]), b[1]))
+    found = hk.diagnose(problem, *case.arguments[1:])
+    assert found.zeros == 1 and math.isnan(found.newton) and math.isnan(found.rows[0].cosine)
+    assert found.converged and found.method is None and found.damping is None and "No advice" in found.advice
 
 
 def test_the_damping_is_that_of_the_best_dense_cosine() -> None:
@@ -107,9 +118,23 @@ def test_the_damping_is_that_of_the_best_dense_cosine() -> None:
     assert row(found, "hk.identity()").cosine == pytest.approx(float(plain), abs=1e-4)
     assert plain < diagnosis.USUAL and "Curvature matters" in found.advice and f"Take {found.method}" in found.advice
     assert found.damping == max(wanted, key=lambda x: wanted[x]) == 1e-3
+    few = hk.diagnose(problem, *case.arguments[1:], damping=0.03, dampings=[1e-1, 1e-2])
+    assert few.damping == 0.01 and "0.01 is an end of the dampings tried" in few.advice
+    assert "is an end" not in found.advice
     for x, cos in wanted.items():
         assert row(found, f"hk.kfac({x:g})").cosine == pytest.approx(cos, abs=0.02)  # B is drawn
     assert row(found, str(found.method)).cosine >= max(x.cosine for x in found.rows) - diagnosis.MARGIN
+
+
+def test_of_the_dampings_only_the_best_one_is_recommended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the clock says."""
+    monkeypatch.setattr(diagnosis, "_seconds", lambda method, at: float("0.01" not in repr(method)) + 1)
+    case = linear([3.0, 1.0, 0.3, 0.1, 0.03])
+    problem = hk.BilevelProblem(case.inner, lambda m, h, b: hk.losses.mse(m(b[0]), b[1]))
+    found = hk.diagnose(problem, *case.arguments[1:], damping=0.03, dampings=[0.01, 0.001], methods={})
+    quick, best = row(found, "hk.kfac(0.01)"), row(found, "hk.kfac(0.001)")
+    assert quick.time < best.time and best.cosine > quick.cosine > best.cosine - diagnosis.MARGIN
+    assert found.method == "hk.kfac(0.001)"
 
 
 class Broken(hk.hypergradient.Hypergradient):
