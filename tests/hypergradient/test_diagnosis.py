@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ import photographs
 from hyperkron.curvature import GGN
 from hyperkron.hypergradient import diagnosis
 from hyperkron.hypergradient.diagnosis import Comparison, Diagnosis
+from hyperkron.training import DataParallel
 
 DAMPING = 1e-2
 
@@ -153,6 +156,16 @@ class Broken(hk.hypergradient.Hypergradient):
         pass
 
 
+class Counted(Broken):
+    """The identity, with a count of its calls."""
+
+    calls = 0
+
+    def compute(self, *at: Any, **more: Any) -> Any:
+        self.calls += 1
+        return hk.identity().compute(*at)
+
+
 def test_a_method_that_fails_is_a_row_with_its_error() -> None:
     found = hk.diagnose(*small().arguments, dampings=[], methods={"broken": Broken(), "pcg": hk.pcg(20)})
     broken = row(found, "broken")
@@ -248,7 +261,7 @@ def test_several_pairs_of_batches() -> None:
     parts = [found.rows[0].cosine for found in (one, two)]
     assert whole.rows[0].cosine == pytest.approx(sum(parts) / 2) and parts[0] != parts[1]
     assert whole.rows[0].spread == pytest.approx(abs(parts[0] - parts[1]) / 2**0.5)
-    assert whole.newton == max(one.newton, two.newton)
+    assert whole.newton == pytest.approx((one.newton + two.newton) / 2)
     exact = [hk.pcg(200, DAMPING).compute(*case.arguments[:3], *pair).grads for pair in (case.arguments[3:], other)]
     assert whole.agreement == pytest.approx(cosine(*exact), abs=1e-4) and math.isnan(one.agreement)
     assert "± " in str(whole) and "Between pairs" in str(whole) and "Between pairs" not in str(one)
@@ -284,6 +297,21 @@ def test_nothing_changes_and_given_methods_stay_as_they_are() -> None:
     assert all(torch.equal(x, method.state_dict()["start"][name]) for name, x in state["start"].items())
     hk.diagnose(*case.arguments(), damping=1e-2)
     assert case.photograph() == before
+
+
+def test_processes_that_share_a_problem_make_the_same_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock of their own must not decide, or one would wait for the others for ever."""
+    ticks = itertools.count()
+    monkeypatch.setattr(diagnosis, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    monkeypatch.setattr(diagnosis, "TIMED_SECONDS", 10.0)
+    case = small()
+    calls = []
+    for problem in (case.problem, DataParallel(case.problem)):
+        counted = Counted()
+        found = hk.diagnose(problem, *case.arguments[1:], dampings=[], methods={"counted": counted})
+        assert row(found, "counted").cosine == row(found, "hk.identity()").cosine
+        calls.append(counted.calls)
+    assert calls == [1 + 10, 1 + 1 + diagnosis.TIMED]
 
 
 @pytest.mark.parametrize("n", [1, 9, 30])

@@ -24,7 +24,7 @@ from hyperkron.hypergradient.base import Hypergradient
 from hyperkron.hypergradient.implicit import Implicit
 from hyperkron.hypergradient.named import cg, ekfac, identity, kfac, neumann, pcg
 from hyperkron.problem import BilevelProblem
-from hyperkron.solution import HypergradientResult, HyperkronError, Solution, Status, worst
+from hyperkron.solution import HyperkronError, Solution, Status, worst
 from hyperkron.solvers import CG
 from hyperkron.trees import Tree
 from hyperkron.validation import check_positive
@@ -48,7 +48,7 @@ class Comparison:
     """A method beside the reference; ``nan`` where a figure is not known.
 
     Attributes:
-        name: the call that makes the method, or the name that was given.
+        name: the call that makes the method, with rounded numbers, or the name that was given.
         cosine: of its hypergradient with the reference; the mean over the pairs of batches.
         spread: the standard deviation of the cosine over the pairs.
         length: the norm of its hypergradient, divided by that of the reference; the mean over the pairs.
@@ -84,8 +84,9 @@ class Diagnosis:
         damping: the δ at which KFAC has the highest cosine (of two that agree to two decimals the larger), or ``None``.
         coverage: the share of the parameters in KFAC's Kronecker blocks; ``nan`` where KFAC cannot be used.
         newton: ½ gᵀ(A + δI)⁻¹g / |J_in| with g = ∂_θ J_in and the A and δ of the reference, half the squared Newton
-            decrement: by which share of itself J_in would fall in a full step, according to its quadratic model. It is
-            0 at a minimum, which the formula assumes; ``nan`` if this solve did not converge. The largest of the pairs.
+            decrement: by which share of itself J_in would fall in a full step, according to its damped quadratic model.
+            It is 0 at a minimum, which the formula assumes; ``nan`` if this solve did not converge. The mean over the
+            pairs.
         zeros: the share of λ's entries whose hypergradient is exactly zero; the mean over the pairs.
         agreement: the mean cosine between the references of two pairs, on the entries that are zero in neither; ``nan``
             for one pair, or if they share no such entry.
@@ -107,7 +108,7 @@ class Diagnosis:
         for row in self.rows:
             spread = "" if math.isnan(row.spread) else f" ± {row.spread:.2f}"
             numbers = f"{row.cosine:.2f}{spread}", f"{row.length:.2g}", f"{row.time:.1f}"
-            told = row.error if row.status is None else row.status.name.lower().replace("_", " ")
+            told = textwrap.shorten(row.error, 100) if row.status is None else row.status.name.lower().replace("_", " ")
             table.append((row.name, *("–" if x == "nan" else x for x in numbers), told))
         widths = [max(len(cells[i]) for cells in table) for i in range(4)]
         lines = ["  ".join([*map(str.ljust, cells, widths), cells[4]]) for cells in table]
@@ -122,10 +123,10 @@ class Diagnosis:
 
 
 class _Reference(NamedTuple):
-    """The reference on one pair of batches: the arguments of ``compute``, its result, and the Newton step."""
+    """The reference on one pair of batches: the arguments of ``compute``, what it gave, and the Newton step."""
 
     at: tuple[Any, ...]
-    result: HypergradientResult
+    stats: dict[str, float | int | str]
     grads: Tree
     residual: float
     matrix: str
@@ -189,7 +190,7 @@ def diagnose(
     others = [_compared(name, method, references) for name, method in given.items()]
     rows = [dataclasses.replace(row, time=row.time / plain.time) for row in (plain, *grid.values(), *others)]
 
-    residual, products = max(x.residual for x in references), max(int(x.result.stats["products"]) for x in references)
+    residual, products = max(x.residual for x in references), max(int(x.stats["products"]) for x in references)
     converged, reached = residual <= TOLERANCE, f"a relative residual of {residual:.1e} after {products} products"
     rivals = [row for row, value in zip(rows, [best, *grid, *(best for _ in others)], strict=True) if value == best]
     method, advice = _advice(rivals, products) if converged else (None, _no_advice(reached))
@@ -203,8 +204,8 @@ def diagnose(
         advice=advice,
         method=method,
         damping=best if converged else None,
-        coverage=float(references[0].result.stats.get("coverage", math.nan)),
-        newton=max(x.newton for x in references),
+        coverage=float(references[0].stats.get("coverage", math.nan)),
+        newton=statistics.mean(x.newton for x in references),
         zeros=float(torch.cat([y.flatten() == 0 for x in references for y in x.grads.values()]).double().mean()),
         agreement=_agreement([x.grads for x in references]) if converged else math.nan,
     )
@@ -258,7 +259,7 @@ def _reference(at: tuple[Any, ...], damping: float) -> _Reference:
     newton = decrease / value if value > 0 and _residual(step) <= TOLERANCE else math.nan
     result = method.fresh().compute(*at)
     grads, matrix = trees.map(Tensor.double, result.grads), "Hessian" if hessian else "Gauss–Newton matrix"
-    return _Reference(at, result, grads, _residual(result.solution), matrix, newton)
+    return _Reference(at, result.stats, grads, _residual(result.solution), matrix, newton)
 
 
 def _residual(solution: Solution | None) -> float:
@@ -288,9 +289,9 @@ def _compared(name: str, method: Hypergradient, references: list[_Reference]) ->
 
 
 def _seconds(method: Hypergradient, at: tuple[Any, ...]) -> float:
-    """The shortest time of a call after the first one; short calls are timed more often."""
+    """The shortest time of a call after the first one; short calls are timed more often, unless others take part."""
     times: list[float] = []
-    while len(times) <= TIMED or sum(times) < TIMED_SECONDS:
+    while len(times) <= TIMED or (sum(times) < TIMED_SECONDS and not at[0].divided):
         start = time.perf_counter()
         float(trees.norm(method.compute(*at).grads))  # a GPU has finished when a number is read
         times.append(time.perf_counter() - start)
