@@ -3,7 +3,7 @@
     python benchmarks/bench_fit_overhead.py                                        # linear model, identity, one thread
     python benchmarks/bench_fit_overhead.py --device cuda --graph --workload resnet7
 
-By hand, inner steps are ``loss.backward(); optimizer.step()`` (with ``--graph`` those of ``hk.training.InnerLoop``) and the
+By hand, inner steps are ``loss.backward(); optimizer.step()`` (with ``--graph`` those of ``InnerLoop``) and the
 hypergradient is called directly. With "losses of torch" these are of ``torch.nn.functional`` in place of ``hk.losses``;
 "torch alone" also computes the hypergradient of the identity by double backward, without any of this library's checks.
 All take turns in one process; the table shows medians of blocks of steps and the ratio to the first line. On a CPU the

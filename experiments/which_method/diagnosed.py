@@ -99,11 +99,11 @@ def table(rows: list[dict[str, Any]]) -> str:
     columns = ["λ", "cosine of identity", "curvature advised", "most often advised", "best δ of KFAC", "on record"]
     wants = sum(not take.startswith("`hk.identity") for take in TAKE.values())
     told = [
-        f"After {look} steps of λ {right[i]} of {asked} answers agree with the record on whether to use curvature, and "
-        f"{majority[i]} of {len(TAKE)} majorities of the seeds."
+        f"After {look} steps of λ {right[i]} of {asked} answers agree with the record on whether to use curvature; "
+        f"most seeds agree in {majority[i]} of {len(TAKE)} problems."
         for i, look in enumerate(LOOKS)
     ]
-    always = f"The answer 'always curvature' agrees for {wants} of {len(TAKE)}."
+    always = f"The answer 'always curvature' agrees in {wants} of {len(TAKE)} problems."
     return "\n".join([records.markdown(columns, lines), "", *told, always])
 
 

@@ -331,10 +331,15 @@ def _advice(rows: list[Comparison], products: int) -> tuple[str | None, str]:
     best = max(usable, key=lambda row: row.cosine)
     near = [row for row in usable if row.cosine >= best.cosine - MARGIN]
     taken = min(near, key=lambda row: (round(row.time, 1), -row.cosine))
-    advice = f"Curvature matters: the identity's cosine is {plain.cosine:.2f}, below {USUAL}."
-    if plain.cosine >= USUAL:
-        advice = f"Curvature may matter: the identity's cosine, {plain.cosine:.2f}, is between {USUAL} and {ENOUGH}."
-    advice += f" Take {taken.name}: it is the cheapest within {MARGIN} of the best cosine, {best.cosine:.2f}."
+    if taken is plain:
+        advice = (
+            f"No method is much closer than {plain.name}: its cosine is {plain.cosine:.2f}, the best {best.cosine:.2f}."
+        )
+    else:
+        advice = f"Curvature may pay: the identity's cosine, {plain.cosine:.2f}, is between {USUAL} and {ENOUGH}."
+        if plain.cosine < USUAL:
+            advice = f"Curvature probably pays: the identity's cosine, {plain.cosine:.2f}, is below {USUAL}."
+        advice += f" Take {taken.name}: it is the cheapest within {MARGIN} of the best cosine, {best.cosine:.2f}."
     if best.cosine < ENOUGH:
         advice += f" None is close to the reference, which took {products} products: try more iterations or damping."
     return taken.name, advice
