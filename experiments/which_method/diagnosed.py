@@ -34,7 +34,12 @@ LOOKS = (0, 30)
 """Steps of λ after which a problem is diagnosed."""
 
 
-def diagnoses(problem: str, seed: int, data: Path | None = None) -> Iterator[hk.hypergradient.Diagnosis]:
+DAMPING = training_damping([RATE] * START)
+
+
+def diagnoses(
+    problem: str, seed: int, data: Path | None = None, damping: float = DAMPING
+) -> Iterator[hk.hypergradient.Diagnosis]:
     """What is said of a problem, at each of ``LOOKS``."""
     parts = digits(seed, data)
     torch.manual_seed(seed)
@@ -55,7 +60,7 @@ def diagnoses(problem: str, seed: int, data: Path | None = None) -> Iterator[hk.
     )
     for look in LOOKS:
         made.advance(look - made.state.step)
-        yield hk.diagnose(task.problem, model, hyper, inner, outer, damping=training_damping([RATE] * START))
+        yield hk.diagnose(task.problem, model, hyper, inner, outer, damping=damping)
 
 
 def rows_of(problem: str, seed: int, data: Path | None = None) -> Iterator[dict[str, Any]]:
@@ -75,8 +80,7 @@ def rows_of(problem: str, seed: int, data: Path | None = None) -> Iterator[dict[
 
 def table(rows: list[dict[str, Any]]) -> str:
     """What was said at each look, beside what was best on record; the last lines count."""
-    lines = []
-    right, majority, curved = ([0] * len(LOOKS) for _ in range(3))
+    lines, right, most = [], [0] * len(LOOKS), [0] * len(LOOKS)
     asked = len(rows) // len(LOOKS)
     for problem, take in TAKE.items():
         wanted = not take.startswith("`hk.identity")
@@ -85,11 +89,8 @@ def table(rows: list[dict[str, Any]]) -> str:
             here = [row for row in rows if row["problem"] == problem and row["look"] == look]
             count = sum(row["method"] not in (None, "hk.identity()") for row in here)
             agree = count if wanted else sum(row["method"] == "hk.identity()" for row in here)
-            right[i], majority[i], curved[i] = (
-                right[i] + agree,
-                majority[i] + (2 * agree > len(here)),
-                curved[i] + count,
-            )
+            right[i] += agree
+            most[i] += 2 * agree > len(here)
             cosines.append(f"{statistics.mean(row['cosines']['hk.identity()'] for row in here):.2f}")
             advised.append(str(count))
             methods.append(f"`{_usual(row['method'] for row in here)}`")
@@ -100,7 +101,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     wants = sum(not take.startswith("`hk.identity") for take in TAKE.values())
     told = [
         f"After {look} steps of λ {right[i]} of {asked} answers agree with the record on whether to use curvature; "
-        f"most seeds agree in {majority[i]} of {len(TAKE)} problems."
+        f"most seeds agree in {most[i]} of {len(TAKE)} problems."
         for i, look in enumerate(LOOKS)
     ]
     always = f"The answer 'always curvature' agrees in {wants} of {len(TAKE)} problems."
@@ -118,6 +119,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=RESULT, help="file of the answers; finished ones are not repeated")
     parser.add_argument("--data", type=Path, default=None, help="folder with digits.npz, where scikit-learn is missing")
     parser.add_argument("--show", choices=list(PROBLEMS), help="print the whole diagnosis of a problem, seed 1")
+    parser.add_argument("--damping", type=float, default=DAMPING, help=f"δ with --show; default: {DAMPING:.3g}")
     options = parser.parse_args(arguments)
     lines = Lines(options.out)
     if options.table:
@@ -125,7 +127,7 @@ def main(arguments: list[str] | None = None) -> None:
         return
     torch.set_num_threads(1)
     if options.show:
-        print(next(diagnoses(options.show, 1, options.data)))
+        print(next(diagnoses(options.show, 1, options.data, options.damping)))
         return
     done = {(row["problem"], row["seed"], row["look"]) for row in lines.rows}
     for problem in PROBLEMS:
