@@ -26,7 +26,7 @@ from experiments.which_method.compare import START, started
 from experiments.which_method.methods import INNER
 from experiments.which_method.page import TAKE
 from experiments.which_method.problems import PROBLEMS, RATE, digits
-from hyperkron.attribution.damping import training_damping
+from hyperkron.attribution import training_damping
 
 RESULT = records.RESULTS / "which_method_diagnosed.jsonl"
 SEEDS = (1, 2, 3, 4, 5)

@@ -89,6 +89,7 @@ def test_a_problem_is_diagnosed_at_every_look(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(diagnosed, "START", 5)
     monkeypatch.setattr(diagnosed, "LOOKS", (0, 1))
     monkeypatch.setattr(diagnosed, "SEEDS", (1,))
+    monkeypatch.setattr("hyperkron.hypergradient.diagnosis.TIMED_SECONDS", 0.0)
     monkeypatch.setattr(diagnosed, "PROBLEMS", {"domain weights": PROBLEMS["domain weights"]})
     for _ in range(2):  # what is recorded is not repeated
         diagnosed.main(["--out", str(tmp_path / "rows.jsonl")])

@@ -162,7 +162,7 @@ def diagnose(
     Args:
         problem, model, hyper, inner_batch, outer_batch: as for :meth:`hyperkron.Implicit.compute`.
         damping: δ of the reference, and of the methods that iterate. If θ was trained by SGD, one over the sum of the
-            learning rates is a good choice (:func:`hyperkron.attribution.damping.training_damping`).
+            learning rates is a good choice (:func:`hyperkron.attribution.training_damping`).
         dampings: the δ to try for ``hk.kfac``; empty: none.
         methods: compared besides the identity and ``hk.kfac``, by name; one that fails is a row with its error.
             Default: ``hk.ekfac`` with the best δ of ``hk.kfac``, and CG, PCG and Neumann series with ``damping``.
