@@ -107,7 +107,7 @@ class Runner:
         )  # one problem: recordings hold for its functions
         self.times: dict[str, list[float]] = {"eager": [], "recorded": []}
         self.loops = {
-            kind: hk.InnerLoop(self.problem, work.model, work.hyper, work.optimizer, graph=kind == "recorded")
+            kind: hk.training.InnerLoop(self.problem, work.model, work.hyper, work.optimizer, graph=kind == "recorded")
             for kind in self.times
         }
         for kind in self.times:

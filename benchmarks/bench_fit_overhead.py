@@ -3,7 +3,7 @@
     python benchmarks/bench_fit_overhead.py                                        # linear model, identity, one thread
     python benchmarks/bench_fit_overhead.py --device cuda --graph --workload resnet7
 
-By hand, inner steps are ``loss.backward(); optimizer.step()`` (with ``--graph`` those of ``hk.InnerLoop``) and the
+By hand, inner steps are ``loss.backward(); optimizer.step()`` (with ``--graph`` those of ``InnerLoop``) and the
 hypergradient is called directly. With "losses of torch" these are of ``torch.nn.functional`` in place of ``hk.losses``;
 "torch alone" also computes the hypergradient of the identity by double backward, without any of this library's checks.
 All take turns in one process; the table shows medians of blocks of steps and the ratio to the first line. On a CPU the
@@ -50,7 +50,7 @@ METHODS: dict[str, Callable[[bool], hk.hypergradient.Hypergradient]] = {
 
 def by_hand(work: Workload, method: hk.hypergradient.Hypergradient, graph: bool, way: str) -> Callable[[], None]:
     """One outer step of a loop written by hand."""
-    loop = hk.InnerLoop(work.problem, work.model, work.hyper, work.optimizer) if graph else None
+    loop = hk.training.InnerLoop(work.problem, work.model, work.hyper, work.optimizer) if graph else None
     theta, lam = list(work.model.parameters()), list(work.hyper.parameters())
 
     def loss(batch: Any, weighted: bool) -> Tensor:

@@ -169,7 +169,7 @@ def inner_loops(name: str, args: argparse.Namespace) -> list[dict[str, float | s
 def one_loop(name: str, label: str, options: dict[str, Any], args: argparse.Namespace) -> dict[str, float | str]:
     """One way to run the inner loop; on a GPU also a whole outer iteration with KFAC."""
     work = WORKLOADS[name](args.device, args.small)
-    loop = hk.InnerLoop(work.problem, work.model, work.hyper, work.optimizer, **options)
+    loop = hk.training.InnerLoop(work.problem, work.model, work.hyper, work.optimizer, **options)
     losses = [float(loop.step(batch)) for _ in range(2) for batch in work.batches]
 
     def ten() -> None:

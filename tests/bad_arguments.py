@@ -204,8 +204,24 @@ for name in ("seed", "layers"):
 for make in (hk.training.Accumulated, hk.training.DataParallel):
     row(f"{make.__name__} of a function", lambda g, m=make: m(inner), "problem is a function", "BilevelProblem(inner")
 row(
-    "inner loop by a word", lambda g: hk.InnerLoop(g.problem, g.model, g.hyper, "sgd"), "optimizer='sgd' is not a torch"
+    "inner loop by a word",
+    lambda g: hk.training.InnerLoop(g.problem, g.model, g.hyper, "sgd"),
+    "optimizer='sgd' is not a torch",
 )
+for label, options, words in (
+    ("zero", {"damping": 0.0}, ("damping=0.0", "1e-3 is a common choice")),
+    ("a number as list", {"dampings": 0.1}, ("dampings=0.1", "a list such as")),
+    ("a negative one", {"dampings": [0.1, -1.0]}, ("dampings=-1.0", "to try for hk.kfac")),
+    ("methods in a list", {"methods": [hk.cg()]}, ("methods=[Implicit", "a dictionary such as")),
+    ("a word as method", {"methods": {"mine": "cg"}}, ("methods has 'mine': 'cg'", "hk.cg(20)")),
+    ("one more batch", {"more": [torch.zeros(2)]}, ("more has tensor", "pairs (inner_batch, outer_batch)")),
+    ("more is a number", {"more": 3}, ("more=3", "zip(train, trusted)")),
+):
+    row(
+        f"diagnose, {label}",
+        lambda g, o=options: hk.diagnose(g.problem, g.model, g.hyper, (g.x, g.y), g.held, **o),
+        *words,
+    )
 row("range from a text", lambda g: hk.sweeps.Range("0", 1), "low='0'", "low < high is needed")
 row("range to nothing", lambda g: hk.sweeps.Range(0, None), "high=None", "low < high is needed")
 row("sweep of no function", lambda g: hk.sweeps.sweep(3, {}), "function=3 is not callable", "takes a trial")

@@ -25,6 +25,7 @@ CONCEPTS = {
     "the implicit hypergradient": "src/hyperkron/hypergradient/implicit.py",
     "unrolled differentiation": "src/hyperkron/hypergradient/unrolled.py",
     "the named hypergradients": "src/hyperkron/hypergradient/named.py",
+    "which method a problem needs, and which damping": "src/hyperkron/hypergradient/diagnosis.py",
     # methods
     "AID": "src/hyperkron/algorithms/aid.py",
     "AmIGO": "src/hyperkron/algorithms/amigo.py",
@@ -52,5 +53,5 @@ def test_a_concept_has_a_file_that_is_named_after_it(concept: str) -> None:
     assert path.read_text("utf-8").startswith('"""'), "its first line says what it holds"
 
 
-def test_there_are_thirty() -> None:
-    assert len(CONCEPTS) == len(set(CONCEPTS.values())) == 30
+def test_every_concept_has_a_file_of_its_own() -> None:
+    assert len(CONCEPTS) == len(set(CONCEPTS.values())) == 31

@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # what a type checker sees; without __getattr__, so that it f
     from hyperkron.hyper import as_hyper as as_hyper
     from hyperkron.hypergradient import Implicit as Implicit
     from hyperkron.hypergradient import cg as cg
+    from hyperkron.hypergradient import diagnose as diagnose
     from hyperkron.hypergradient import ekfac as ekfac
     from hyperkron.hypergradient import gradient_descent as gradient_descent
     from hyperkron.hypergradient import identity as identity
@@ -56,7 +57,6 @@ if TYPE_CHECKING:  # what a type checker sees; without __getattr__, so that it f
     from hyperkron.training import Ball as Ball
     from hyperkron.training import Box as Box
     from hyperkron.training import Checkpoint as Checkpoint
-    from hyperkron.training import InnerLoop as InnerLoop
     from hyperkron.training import Run as Run
     from hyperkron.training import Simplex as Simplex
     from hyperkron.training.fit import fit as fit
@@ -84,9 +84,9 @@ else:
         "problem": "BilevelProblem",
         "hyper": "SampleWeights MetaWeightNet DomainWeights LabelCorrection WeightDecay Augmentation as_hyper",
         "hypergradient": "Implicit kfac ekfac cg pcg neumann gradient_descent identity sama "
-        "unrolled truncated one_step",
+        "unrolled truncated one_step diagnose",
         "algorithms": "AID",
-        "training": "fit Box Ball Simplex Run InnerLoop Checkpoint",
+        "training": "fit Box Ball Simplex Run Checkpoint",
         "attribution": "attribute Attribution",
         "cleaning": "clean load CleanConfig CleanResult",
         "solution": "HypergradientResult Status HyperkronError HyperkronWarning NonFiniteError",

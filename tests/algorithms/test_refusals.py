@@ -100,7 +100,7 @@ def test_an_optimizer_that_would_move_the_other_level_is_refused(level: str) -> 
     with pytest.raises(hk.HyperkronError, match=rf"{level}_optimizer also holds .* {whose}.parameters\(\) alone"):
         hk.algorithms.aid_cg().init(problem.problem(), model, hyper, **{level: optimizer})
     with pytest.raises(hk.HyperkronError, match="optimizer holds value of hyper"):
-        hk.InnerLoop(problem.problem(), model, hyper, optimizer)
+        hk.training.InnerLoop(problem.problem(), model, hyper, optimizer)
 
 
 def test_a_hyper_that_holds_the_model_is_named_as_such() -> None:
@@ -135,7 +135,7 @@ def test_parameters_of_neither_level_may_be_in_an_optimizer(monkeypatch: pytest.
         hk.HyperkronWarning, match=r"inner_optimizer also holds a parameter of shape \(2,\) .*does not train it"
     ):
         hk.algorithms.aid_cg().init(problem.problem(), model, hyper, inner=optimizer)
-    hk.InnerLoop(problem.problem(), model, None, optimizer)
+    hk.training.InnerLoop(problem.problem(), model, None, optimizer)
     unused = torch.optim.SGD(hyper.parameters(), lr=0.1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # θ alone is trained, so the optimizer of hyper has nothing to move
@@ -165,7 +165,7 @@ def test_an_objective_in_place_of_a_problem_is_refused() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for refused in (
         lambda: hk.fit(objective, model, hyper, hk.AID(hk.cg(3)), *problem.data(), steps=1),
-        lambda: hk.InnerLoop(objective, model, hyper, optimizer),
+        lambda: hk.training.InnerLoop(objective, model, hyper, optimizer),
     ):
         with pytest.raises(hk.HyperkronError, match=r"problem is a function; pass hyperkron.BilevelProblem"):
             refused()

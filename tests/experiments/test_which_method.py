@@ -14,7 +14,7 @@ from experiments import records
 from experiments.pieces import Lines
 from experiments.seeds import Difference
 from experiments.which_method import compare as which
-from experiments.which_method import page
+from experiments.which_method import diagnosed, page
 from experiments.which_method.methods import METHODS
 from experiments.which_method.problems import PROBLEMS, digits
 
@@ -69,6 +69,32 @@ def test_the_page_has_the_recorded_tables(capsys: pytest.CaptureFixture[str]) ->
     page.main(["--summary"])
     docs = Path(__file__).parents[2] / "docs"
     assert capsys.readouterr().out.strip() in (docs / "which-method.md").read_text("utf-8")
+
+
+def test_the_page_of_the_diagnosis_has_the_recorded_table(capsys: pytest.CaptureFixture[str]) -> None:
+    diagnosed.main(["--table"])
+    text = (Path(__file__).parents[2] / "docs" / "diagnose.md").read_text("utf-8")
+    assert capsys.readouterr().out.strip() in text
+    rows = Lines(diagnosed.RESULT).rows
+    assert len(rows) == len(PROBLEMS) * len(diagnosed.SEEDS) * len(diagnosed.LOOKS)
+    for look, curved, plain in zip(diagnosed.LOOKS, ("none of 27", "4 of 31"), ("8 of 23", "8 of 19"), strict=True):
+        here = [(row["method"] != "hk.identity()", row["problem"]) for row in rows if row["look"] == look]
+        wrong = [says for says, problem in here if says == page.TAKE[problem].startswith("`hk.identity")]
+        says = sum(says for says, _ in here)
+        assert f"{sum(wrong) or 'none'} of {says}" == curved and curved in text
+        assert f"{len(wrong) - sum(wrong)} of {len(here) - says}" == plain and plain in text
+
+
+def test_a_problem_is_diagnosed_at_every_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosed, "START", 5)
+    monkeypatch.setattr(diagnosed, "LOOKS", (0, 1))
+    monkeypatch.setattr(diagnosed, "SEEDS", (1,))
+    monkeypatch.setattr("hyperkron.hypergradient.diagnosis.TIMED_SECONDS", 0.0)
+    monkeypatch.setattr(diagnosed, "PROBLEMS", {"domain weights": PROBLEMS["domain weights"]})
+    for _ in range(2):  # what is recorded is not repeated
+        diagnosed.main(["--out", str(tmp_path / "rows.jsonl")])
+        rows = Lines(tmp_path / "rows.jsonl").rows
+        assert [row["look"] for row in rows] == [0, 1] and all(len(row["cosines"]) == 11 for row in rows)
 
 
 def test_what_to_take_is_what_the_record_speaks_for() -> None:

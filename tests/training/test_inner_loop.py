@@ -56,7 +56,7 @@ def test_steps_are_those_of_the_optimizer(device: str, graph: bool) -> None:
     problem, model, weights, batches = setting(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    loop = hk.InnerLoop(problem, model, weights, optimizer, graph=graph)
+    loop = hk.training.InnerLoop(problem, model, weights, optimizer, graph=graph)
     found = []
     for batch in batches * 2:
         found.append(float(loop.step(batch)))
@@ -74,7 +74,7 @@ def test_parameters_may_be_frozen_and_unfrozen_between_steps() -> None:
         problem, model, weights, batches = setting("cpu")
         model[0].requires_grad_(False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        loop = hk.InnerLoop(problem, model, weights, optimizer)
+        loop = hk.training.InnerLoop(problem, model, weights, optimizer)
         for number, batch in enumerate(batches):
             model[0].requires_grad_(number == 1)
             optimizer.zero_grad()
@@ -92,7 +92,7 @@ def test_steps_on_an_objective_that_keeps_what_lambda_makes_are_the_same(device:
     found, calls = {}, []
     for kept in (False, True):
         problem, model, weights, batches = setting(device)
-        loop = hk.InnerLoop(problem, model, weights, torch.optim.SGD(model.parameters(), lr=0.1))
+        loop = hk.training.InnerLoop(problem, model, weights, torch.optim.SGD(model.parameters(), lr=0.1))
         made = weights(torch.arange(24, device=device)).detach()
 
         def inner(m: nn.Module, _: nn.Module, b: tuple[Tensor, ...], made: Tensor = made) -> hk.losses.Loss:
@@ -118,7 +118,7 @@ def test_the_step_of_an_optimizer_at_rest_is_replayed_with_the_pass(device: str)
     for graph in (False, True):
         problem, model, weights, batches = setting(device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3)
-        loop = hk.InnerLoop(problem, model, weights, optimizer, graph=graph)
+        loop = hk.training.InnerLoop(problem, model, weights, optimizer, graph=graph)
         found[graph] = torch.tensor([float(loop.step(batch)) for batch in batches * 4])
         assert loop.step_recorded == (graph and device == "cuda")
         x, y, index = batches[0]
@@ -133,7 +133,7 @@ def test_recorded_steps_draw_the_dropout_masks_of_ordinary_ones(device: str) -> 
     for graph in (False, True):
         problem, model, weights, batches = setting(device)
         model = nn.Sequential(nn.Dropout(0.5), *model, nn.Dropout(0.2))
-        loop = hk.InnerLoop(problem, model, weights, torch.optim.SGD(model.parameters(), lr=0.05), graph=graph)
+        loop = hk.training.InnerLoop(problem, model, weights, torch.optim.SGD(model.parameters(), lr=0.05), graph=graph)
         torch.manual_seed(1)
         found[graph] = torch.tensor([float(loop.step(batches[0])) for _ in range(6)])
         assert loop.recorded == (graph and device == "cuda")
@@ -145,7 +145,7 @@ def test_autocast_keeps_the_parameters_and_comes_close(device: str) -> None:
     found = {}
     for dtype in (None, torch.bfloat16):
         problem, model, weights, batches = setting(device)
-        loop = hk.InnerLoop(
+        loop = hk.training.InnerLoop(
             problem, model, weights, torch.optim.SGD(model.parameters(), lr=0.05), graph=True, autocast=dtype
         )
         found[dtype] = torch.tensor([float(loop.step(batch)) for batch in batches * 3])
@@ -156,7 +156,7 @@ def test_autocast_keeps_the_parameters_and_comes_close(device: str) -> None:
 
 def test_a_batch_of_another_shape_takes_the_ordinary_way() -> None:
     problem, model, weights, batches = setting("cpu")
-    loop = hk.InnerLoop(problem, model, weights, torch.optim.SGD(model.parameters(), lr=0.05))
+    loop = hk.training.InnerLoop(problem, model, weights, torch.optim.SGD(model.parameters(), lr=0.05))
     x, y, index = batches[0]
     assert torch.isfinite(loop.step((x[:5], y[:5], index[:5])))
 
@@ -164,7 +164,9 @@ def test_a_batch_of_another_shape_takes_the_ordinary_way() -> None:
 def test_a_wrong_autocast_is_named() -> None:
     problem, model, weights, _ = setting("cpu")
     with pytest.raises(hk.HyperkronError, match=r"autocast=torch.float64 must be"):
-        hk.InnerLoop(problem, model, weights, torch.optim.SGD(model.parameters(), lr=0.1), autocast=torch.float64)
+        hk.training.InnerLoop(
+            problem, model, weights, torch.optim.SGD(model.parameters(), lr=0.1), autocast=torch.float64
+        )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -197,7 +199,7 @@ def test_what_cannot_be_recorded_with_a_graph_is_refused_by_name() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     updates = hk.algorithms.Updates(optimizer, autocast=torch.float16, scaler=torch.amp.GradScaler("cpu"))
     with pytest.raises(hk.HyperkronError, match="graph=True records no loss scaling"):
-        hk.InnerLoop(problem, model, weights, updates, graph=True)
+        hk.training.InnerLoop(problem, model, weights, updates, graph=True)
 
 
 def list_source(batches: list[tuple[Tensor, Tensor, Tensor]]) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
@@ -210,7 +212,7 @@ def test_batches_that_are_never_replayed_are_said(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("hyperkron.algorithms.inner_loop.available", lambda device: True)
     monkeypatch.setattr("hyperkron.solution._warned", set())
     problem, model, weights, batches = setting("cpu")
-    loop = hk.InnerLoop(problem, model, weights, torch.optim.SGD(model.parameters(), lr=0.1))
+    loop = hk.training.InnerLoop(problem, model, weights, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.warns(hk.HyperkronWarning, match="may change unseen.*they run eagerly"):
         assert loop.step((*batches[0], object())).isfinite()
 
@@ -246,8 +248,8 @@ def test_a_model_that_is_switched_is_not_replayed_as_recorded(monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: None)
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: None)
-    loop = hk.InnerLoop(problem, model, weights, torch.optim.SGD(model.parameters(), lr=0.1))
-    own = hk.InnerLoop(problem, expected, weights, torch.optim.SGD(expected.parameters(), lr=0.1), graph=False)
+    loop = hk.training.InnerLoop(problem, model, weights, torch.optim.SGD(model.parameters(), lr=0.1))
+    own = hk.training.InnerLoop(problem, expected, weights, torch.optim.SGD(expected.parameters(), lr=0.1), graph=False)
     for batch, training in zip(batches * 2, (True, True, False, False, True, True), strict=True):
         for each in (model, expected):
             each.train(training)

@@ -47,7 +47,7 @@ class InnerLoop:
         ...     lambda m, w, b: hk.losses.cross_entropy(m(b[0]), b[1], weight=w(b[2])),
         ...     lambda m, w, b: hk.losses.cross_entropy(m(b[0]), b[1]),
         ... )
-        >>> loop = hk.InnerLoop(problem, model, weights, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> loop = hk.training.InnerLoop(problem, model, weights, torch.optim.SGD(model.parameters(), lr=0.1))
         >>> loss = loop.step((torch.ones(8, 4), torch.zeros(8, dtype=torch.long), torch.arange(8)))
     """
 

@@ -256,9 +256,22 @@ def check_damping(damping: float) -> None:
     check_nonnegative("damping", damping, "1e-3 is a common choice")
 
 
+def opaque(loss: Loss, params: Tree) -> bool:
+    """Whether the inner loss has a plain tensor that depends on θ, whose curvature only the Hessian includes."""
+    return _reaches(graph_nodes(loss.plain), params)
+
+
+def moving(loss: Loss, params: Tree) -> bool:
+    """Whether weights or targets of the inner loss depend on θ with a gradient, as weights in a focal loss do."""
+    weights = [x for term in loss.terms for x in term.factors if isinstance(x, Tensor) and x.requires_grad]
+    outputs = {get_gradient_edge(term.output).node for term in loss.terms if term.output.requires_grad}
+    targets = graph_nodes([term.row_losses for term in loss.terms], outputs)
+    return _reaches(chain(graph_nodes(weights), targets), params)
+
+
 def warn_opaque(who: str, loss: Loss, params: Tree) -> None:
-    """Warn once if the inner loss has a plain tensor that depends on θ, whose curvature ``who`` does not include."""
-    if _reaches(graph_nodes(loss.plain), params):
+    """Warn once if the inner loss is :func:`opaque`."""
+    if opaque(loss, params):
         warn_once(
             f"opaque {who}",
             f"the inner loss contains a plain tensor whose curvature {who} cannot see; write an L2 penalty as "
@@ -273,11 +286,8 @@ def _reaches(nodes: Iterable[Node], params: Tree) -> bool:
 
 
 def warn_moving(who: str, loss: Loss, params: Tree) -> None:
-    """Warn once if weights or targets of the inner loss depend on θ with a gradient, as weights in a focal loss do."""
-    weights = [x for term in loss.terms for x in term.factors if isinstance(x, Tensor) and x.requires_grad]
-    outputs = {get_gradient_edge(term.output).node for term in loss.terms if term.output.requires_grad}
-    targets = graph_nodes([term.row_losses for term in loss.terms], outputs)
-    if _reaches(chain(graph_nodes(weights), targets), params):
+    """Warn once if the inner loss is :func:`moving`."""
+    if moving(loss, params):
         warn_once(
             f"moving {who}",
             f"weights or targets of the inner loss depend on the model's parameters, but {who} treats them as "

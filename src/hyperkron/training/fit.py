@@ -65,7 +65,7 @@ def fit(
             uses the algorithm's own step sizes.
         outer_optimizer: the same for λ.
         projection: applied to every parameter of λ: :class:`Box`, :class:`Simplex`, :class:`Ball` or a function.
-        graph: replay θ's own steps as a CUDA graph (see :class:`hyperkron.InnerLoop`; no effect without a GPU). The
+        graph: replay θ's own steps as a CUDA graph (see :class:`InnerLoop`; no effect without a GPU). The
             hypergradient has its own: ``hk.kfac(graph=True)``.
         callbacks: see :class:`Callback`; :class:`Evaluate` calls a function at chosen steps.
         clock: measures ``seconds``; ``time.process_time`` counts processor time instead of wall time.
