@@ -70,6 +70,18 @@ def test_cosines_and_lengths_are_those_of_dense_matrices() -> None:
     assert row(found, "long").status is hk.Status.CONVERGED and row(found, "hk.identity()").time == 1
 
 
+def test_the_bar_has_a_step_for_each_reference_and_method(capsys: pytest.CaptureFixture[str]) -> None:
+    for progress in (False, True):
+        methods = {
+            "long": hk.cg(20),
+            "fails": hk.Implicit(hk.curvature.KFAC(layers=[lambda module: 0]), hk.solvers.Direct()),
+        }
+        hk.diagnose(*small().arguments, dampings=[0.1], methods=methods, progress=progress)
+        told = capsys.readouterr().err
+        assert told.endswith("\n") == ("5/5" in told) == progress  # also after a method that failed
+    assert "reference" in told and "hk.kfac(0.1)" in told and "long" in told
+
+
 def test_the_newton_step_is_that_of_the_dense_matrix() -> None:
     case = small()
     g = oracles.gradient(case.plain_inner(), list(case.params.values())).detach()

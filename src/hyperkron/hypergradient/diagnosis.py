@@ -10,10 +10,12 @@ import textwrap
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 
 from hyperkron import trees
 from hyperkron.curvature import GGN, KFAC, Hessian
@@ -144,6 +146,7 @@ def diagnose(
     dampings: Sequence[float] = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5),
     methods: Mapping[str, Hypergradient] | None = None,
     more: Iterable[tuple[Any, Any]] = (),
+    progress: bool = False,
 ) -> Diagnosis:
     """Does curvature matter at this (λ, θ), which method comes close enough, and with which damping?
 
@@ -167,6 +170,7 @@ def diagnose(
         methods: compared besides the identity and ``hk.kfac``, by name; one that fails is a row with its error.
             Default: ``hk.ekfac`` with the best δ of ``hk.kfac``, and CG, PCG and Neumann series with ``damping``.
         more: further pairs (inner_batch, outer_batch), such as ``itertools.islice(zip(train, trusted), 3)``.
+        progress: show a progress bar, with a step for each reference and each method.
 
     Example:
         >>> import torch, hyperkron as hk
@@ -181,13 +185,16 @@ def diagnose(
         (True, 'hk.identity()')
     """
     pairs = [(inner_batch, outer_batch), *_checked(damping, dampings, methods, more)]
-    references = [_reference((problem, model, hyper, *pair), damping) for pair in pairs]
-    plain = _compared("hk.identity()", identity(), references)
-    grid = {value: _compared(f"hk.kfac({value:.3g})", kfac(value), references) for value in dampings}
-    usable = [value for value, row in grid.items() if row.usable]
-    best = max(usable, key=lambda value: (round(grid[value].cosine, 2), value), default=None)
-    given = _defaults(best, damping) if methods is None else methods
-    others = [_compared(name, method, references) for name, method in given.items()]
+    with tqdm(total=len(pairs) + 1 + len(dampings), disable=not progress, unit="method", dynamic_ncols=True) as bar:
+        references = [_reference((problem, model, hyper, *pair), damping, bar) for pair in pairs]
+        compared = partial(_compared, references=references, bar=bar)
+        plain = compared("hk.identity()", identity())
+        grid = {value: compared(f"hk.kfac({value:.3g})", kfac(value)) for value in dampings}
+        usable = [value for value, row in grid.items() if row.usable]
+        best = max(usable, key=lambda value: (round(grid[value].cosine, 2), value), default=None)
+        given = _defaults(best, damping) if methods is None else methods
+        bar.total += len(given)
+        others = [compared(name, method) for name, method in given.items()]
     rows = [dataclasses.replace(row, time=row.time / plain.time) for row in (plain, *grid.values(), *others)]
 
     residual, products = max(x.residual for x in references), max(int(x.stats["products"]) for x in references)
@@ -243,7 +250,8 @@ def _checked(damping: Any, dampings: Any, methods: Any, more: Any) -> list[tuple
     return pairs
 
 
-def _reference(at: tuple[Any, ...], damping: float) -> _Reference:
+def _reference(at: tuple[Any, ...], damping: float, bar: tqdm[Any]) -> _Reference:
+    bar.set_description("reference")
     with Point(*at) as point:
         loss = point.inner()
         hessian = opaque(loss, point.params) or moving(loss, point.params)
@@ -259,6 +267,7 @@ def _reference(at: tuple[Any, ...], damping: float) -> _Reference:
     newton = decrease / value if value > 0 and _residual(step) <= TOLERANCE else math.nan
     result = method.fresh().compute(*at)
     grads, matrix = trees.map(Tensor.double, result.grads), "Hessian" if hessian else "Gauss–Newton matrix"
+    bar.update()
     return _Reference(at, result.stats, grads, _residual(result.solution), matrix, newton)
 
 
@@ -266,9 +275,10 @@ def _residual(solution: Solution | None) -> float:
     return math.inf if solution is None or solution.residual is None else solution.residual
 
 
-def _compared(name: str, method: Hypergradient, references: list[_Reference]) -> Comparison:
+def _compared(name: str, method: Hypergradient, references: list[_Reference], bar: tqdm[Any]) -> Comparison:
     """The row of a method, its time in seconds; an error becomes a row too."""
     cosines, lengths, statuses = [], [], []
+    bar.set_description(name)
     try:
         for reference in references:
             result = method.fresh().compute(*reference.at)
@@ -286,6 +296,8 @@ def _compared(name: str, method: Hypergradient, references: list[_Reference]) ->
         )
     except Exception as error:
         return Comparison(name, error=f"{type(error).__name__}: {error}")
+    finally:
+        bar.update()
 
 
 def _seconds(method: Hypergradient, at: tuple[Any, ...]) -> float:
