@@ -128,7 +128,7 @@ def test_times(text: str) -> None:
 @pytest.mark.parametrize("text", ["", "0", "-3", "5 days", "1e9", "nan", "m", "5mm", "٣"])
 def test_what_is_no_time(text: str) -> None:
     [budget] = [option for option in CLEAN if option.key == "budget"]
-    with pytest.raises(argparse.ArgumentTypeError, match="--budget=.* must be a positive time"):
+    with pytest.raises(argparse.ArgumentTypeError, match=r"--budget=.* must be a positive time"):
         budget.read(text)
 
 

@@ -24,7 +24,7 @@ from hyperkron.cleaning.data.files import np
 from hyperkron.cleaning.data.kept import csv_line
 from hyperkron.cleaning.fields import FORMAT, REMEDY, read_object, resume_command
 from hyperkron.cleaning.recorded import digest
-from hyperkron.cleaning.stages import SharedStages, Stages
+from hyperkron.cleaning.stages import Stages
 from hyperkron.solution import HyperkronError
 from hyperkron.training.files import put_tensors
 from hyperkron.training.locks import FolderLock
@@ -124,8 +124,7 @@ class RunFolder:
         """Finished stages, of all that the run began with; with ``while_waiting`` several processes compute them."""
         if not self.kept:
             return Stages(None)
-        place, of = self.path / "stages", digest(self.read_config())
-        return Stages(place, of, device) if while_waiting is None else SharedStages(place, of, device, while_waiting)
+        return Stages(self.path / "stages", digest(self.read_config()), device, while_waiting)
 
     def record(self, name: str, found: Any, check: Callable[[Any], None]) -> None:
         """Put into config.json what the run works with; what is there already is checked."""
