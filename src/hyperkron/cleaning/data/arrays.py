@@ -171,7 +171,7 @@ def pictures_npz(raw: Raw, kept: Kept) -> bytes:
     """Pictures of any source, with the names of their classes."""
     if lost := sorted({*kept.rows}.difference(raw.rows.tolist())):
         raise HyperkronError(
-            f"keep names rows {listing(lost)} that {raw.name} does not have, or whose image is broken."
+            f"keep names rows {listing(lost)} that {raw.source} does not have, or whose image is broken."
         )
     picked = raw.take(np.flatnonzero(np.isin(raw.rows, kept.rows)))
     names = [kept.label(row, str(name)) for row, name in zip(kept.rows, picked.labels, strict=True)]

@@ -134,9 +134,9 @@ class InputForm:
         inputs: Any = raw.inputs
         notes: list[str] = []
         if self.encoding is not None and tuple(raw.columns) == self.encoding.names:
-            inputs = self.encoding.less_offsets(np.stack(list(raw.columns.values()), axis=1), raw.name)
+            inputs = self.encoding.less_offsets(np.stack(list(raw.columns.values()), axis=1), raw.source)
         elif self.encoding is not None:
-            inputs, notes = self._matrix(raw.columns, raw.name)
+            inputs, notes = self._matrix(raw.columns, raw.source)
         count = len(raw.rows) + sum(map(len, raw.left_out.values()))
         known = {name: dict(zip(raw.rows.tolist(), cells(values), strict=True)) for name, values in raw.ids.items()}
         ids = {name: [values.get(row, "") for row in range(count)] for name, values in known.items()}

@@ -217,7 +217,7 @@ def frame_rows(frame: Frame, asked: Roles, options: ReadOptions, shape: tuple[in
         labels,
         rows,
         messages,
-        trusted,
+        trusted=trusted,
         classes=classes,
         left_out=left_out,
         ids=ids,

@@ -100,7 +100,7 @@ def _voted(raw: Raw, votes: Array, abstain: str) -> Raw:
     silent = (votes == SILENT).all(axis=1)
     if silent.any() and abstain != "unlabelled":
         fate = f"go to the first class, {raw.classes[0]!r}" if abstain == "first" else "are left out"
-        raw = raw.noting(f"{raw.name}: {several(int(silent.sum()), 'row')} without any vote {fate}.")
+        raw = raw.noting(f"{raw.source}: {several(int(silent.sum()), 'row')} without any vote {fate}.")
     if abstain == "first":
         return replace(raw, labels=[raw.classes[max(k, 0)] for k in majority_vote(votes, len(raw.classes))])
     ballot = Ballot(votes, raw.classes, tuple(f"function {s}" for s in range(votes.shape[1])))
