@@ -114,7 +114,7 @@ class InputForm:
             raise HyperkronError(f"rows is a {type(rows).__name__}; {_FORMS}.")
         if self.kind == "text":
             return Raw("rows", "text", _texts(rows), [None] * len(rows), np.arange(len(rows)))
-        found = arrays.dense(rows, "rows")
+        found = arrays.as_array(rows, "rows: x")
         if found.dtype.kind not in "fiub":
             raise HyperkronError(f"rows is a {type(rows).__name__} of type {found.dtype}, not of numbers; {_FORMS}.")
         names = () if self.encoding is None else self.encoding.names
