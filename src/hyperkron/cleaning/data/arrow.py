@@ -119,7 +119,6 @@ def read_parquet(place: Place) -> Frame:
 
 def write_parquet(place: Place, kept: Kept) -> bytes:
     """Types and metadata stay."""
-    kept.require_suffix(place.path.name, ".parquet", ".pq")
     table = _table(place.path, place.options)
     return arrow_bytes(table, kept, kept.label_column(place.path.name, table.column_names), place.path.name)
 
@@ -188,7 +187,6 @@ def dataset_frame(dataset: Any, name: str, folder: Path | None = None) -> Frame:
 
 def write_hub(place: Place, kept: Kept) -> bytes:
     """The rows as Parquet."""
-    kept.require_suffix(place.source, ".parquet")
     dataset = _load(place.source)
     column = kept.label_column(place.path.name, dataset.column_names)
     names = (getattr(dataset.features[column], "names", None) or ()) if column else ()

@@ -113,12 +113,10 @@ def write_wrench(place: Place, kept: Kept) -> bytes:
     path, options = _part_file(place.path, place.part), place.options
     kept = kept.numbered(_class_names(place.path, options))
     if path.suffix == ".json":
-        kept.require_suffix(path.name, ".json")
         entries = list(read_json(path, options).items())
         rows = kept.within(len(entries), path.name)
         found = {entries[row][0]: kept.relabelled(row, entries[row][1], "label") for row in rows}
         return json.dumps(found, ensure_ascii=False, indent=1).encode(options.charset)
-    kept.require_suffix(path.name, ".jsonl", ".jsonl.gz")
     return lines_of(read_json_lines(path, options), kept, "label", path.name).encode(options.charset)
 
 
