@@ -195,9 +195,10 @@ def class_list(*parts: Raw) -> tuple[str, ...]:
     trained = {*parts[0].labels, *parts[0].answers} - {None}
     if len(trained) < 2:
         of_these = ", in every training row" if len(found) > 1 else ""
+        told = " ".join(message for message in parts[0].messages if "label" in message)
         raise HyperkronError(
             f"{where} has a single class, {next(iter(trained or found), None)!r}{of_these}; at least two are needed. "
-            "Check label=... ."
+            f"Check label=... . {told}".rstrip()
         )
     if parts[0].votes is not None and "-1" in found:
         raise HyperkronError(

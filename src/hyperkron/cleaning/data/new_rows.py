@@ -103,10 +103,11 @@ class InputForm:
                     f"rows={rows!r:.80} is not a path that exists; give a single text as a list, [text]."
                 )
             return _open_path(rows, options, self.shape)
-        if isinstance(rows, Mapping) and set(rows) & {"x", "y"} == {"x"}:
+        by_name = self.roles.features is not None  # a column may be called x, or y
+        if isinstance(rows, Mapping) and not by_name and set(rows) & {"x", "y"} == {"x"}:
             rows = rows["x"]
         if isinstance(rows, Mapping) or hasattr(rows, "columns") or hasattr(rows, "column_names"):
-            named = in_memory(rows, "rows")
+            named = in_memory(rows, "rows", columns=by_name)
             if not self._positional(named):
                 return named
             rows = np.asarray(rows)

@@ -176,8 +176,8 @@ def without_columns(source: Any) -> bool:
     return isinstance(source, Mapping) and {"x", "y"} <= names <= {"x", "y", "classes"}
 
 
-def in_memory(source: Any, argument: str) -> Raw | Frame:
-    """The rows of a dictionary of arrays, or the columns of a dictionary or a DataFrame."""
+def in_memory(source: Any, argument: str, columns: bool = False) -> Raw | Frame:
+    """The rows of a dictionary of arrays, or the ``columns`` (of any names) of a dictionary or a DataFrame."""
     if isinstance(source, Mapping) and set(source) == {"x", "y"} and hasattr(source["x"], "column_names"):
         raise HyperkronError(
             f"{argument} is a Dataset and labels apart from it; put them in: dataset.add_column('label', labels)."
@@ -197,15 +197,15 @@ def in_memory(source: Any, argument: str) -> Raw | Frame:
             f"{argument} is a {type(source).__name__}; it must be a path, a dictionary of arrays or columns, or a "
             f"pandas DataFrame.{remedy}"
         )
-    if without_columns(source):
+    if not columns and without_columns(source):
         classes = tuple(str(name) for name in source.get("classes", ()))
         return arrays.array_rows(source["x"], source["y"], argument, classes)
     spreadsheets.refuse_repeated(map(str, source), argument)
-    columns = {str(name): _column(source[name]) for name in source}
-    lengths = {name: len(values) for name, values in columns.items()}
+    found = {str(name): _column(source[name]) for name in source}
+    lengths = {name: len(values) for name, values in found.items()}
     if len(set(lengths.values())) > 1:
         raise HyperkronError(f"the columns of {argument} have different lengths: {lengths}.")
-    return Frame(argument, columns)
+    return Frame(argument, found)
 
 
 def _column(values: Any) -> Values:
