@@ -12,7 +12,7 @@ from hyperkron.cleaning.data.encoding import TableEncoding
 from hyperkron.cleaning.data.files import np
 from hyperkron.cleaning.data.labelled import Labelled, Raw, Roles
 from hyperkron.cleaning.data.limits import ReadOptions
-from hyperkron.cleaning.data.roles import frame_rows
+from hyperkron.cleaning.data.roles import class_name, frame_rows
 from hyperkron.cleaning.data.sources import Source, in_memory, locate, own_trusted, without_columns
 from hyperkron.solution import HyperkronError
 
@@ -164,6 +164,7 @@ def read_pair(
 
 
 def _pair(train: Raw, trusted: Raw, options: ReadOptions) -> tuple[Labelled, Labelled]:
+    train, trusted = _with_names(train, trusted.classes), _with_names(trusted, train.classes)
     if len(train.columns) != len(trusted.columns):
         raise HyperkronError(
             f"{train.source} has {len(train.columns)} columns but {trusted.source} has {len(trusted.columns)}; give "
@@ -184,6 +185,13 @@ def _pair(train: Raw, trusted: Raw, options: ReadOptions) -> tuple[Labelled, Lab
     notes += checks.duplicate_notes(train, ours)
     others = checks.surprise_notes(trusted, encoding) + checks.duplicate_notes(trusted, theirs)
     return checks.labelled(train, classes, encoding, notes), checks.labelled(trusted, classes, encoding, others)
+
+
+def _with_names(raw: Raw, classes: tuple[str, ...]) -> Raw:
+    """The rows with names in place of the numbers of classes, where only another source has their names."""
+    if raw.classes or raw.votes is not None or set(raw.labels) & set(classes):
+        return raw
+    return replace(raw, labels=[class_name(name, classes) for name in raw.labels])
 
 
 def _by_flag(raw: Raw, column: str) -> tuple[Raw, Raw]:
