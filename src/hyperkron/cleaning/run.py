@@ -190,10 +190,10 @@ class CleaningRun:
         try:
             encoder, notes = load_encoder(self.encoder, device=self.device, required=self.config.layers > 0)
         except EncoderUnavailable as error:
-            began = self.folder.read_config().get("encoder") if self.folder.kept else None
-            if began is None:
+            began = self.folder.read_config().child("encoder").text("name") if self.folder.kept else ""
+            if not began:
                 raise
-            raise EncoderUnavailable(f"The run began with the encoder {began['name']!r}. {error}") from error
+            raise EncoderUnavailable(f"The run began with the encoder {began!r}. {error}") from error
         identity = recorded.encoder_identity(encoder)
         self.folder.record("encoder", identity, lambda began: recorded.refuse_other_encoder(began, identity))
         self._say(list(notes))
