@@ -13,7 +13,7 @@ from decimal import Decimal
 
 from hyperkron.cleaning.data.encoding import TableEncoding
 from hyperkron.cleaning.data.files import listing, np, several
-from hyperkron.cleaning.data.labelled import Labelled, Raw, Rows
+from hyperkron.cleaning.data.labelled import Labelled, Raw, ReadRows
 from hyperkron.cleaning.data.values import (
     Array,
     Columns,
@@ -368,7 +368,7 @@ def labelled(raw: Raw, classes: tuple[str, ...], encoding: TableEncoding | None,
     def numbered(names: list[str | None]) -> Array:
         return np.array([number.get(name, -1) for name in names], dtype=np.int64)
 
-    found = {name: getattr(raw, name) for name in Rows.__dataclass_fields__}
+    found = {name: getattr(raw, name) for name in ReadRows.__dataclass_fields__}
     if encoding is not None:
         found |= {"inputs": encoding.matrix(raw.columns), "written": encoding.unknown_names(raw.columns)}
         notes = (*notes, *_value_notes(raw, encoding))

@@ -16,7 +16,7 @@ from hyperkron.solution import HyperkronError
 Kind: TypeAlias = Literal["text", "table", "image"]
 SILENT = -1
 """In place of a class, where a source does not vote."""
-R = TypeVar("R", bound="Rows")
+R = TypeVar("R", bound="ReadRows")
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def pick(values: Any, at: Array) -> Any:
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class ReadRows:
     """What :class:`Raw` and :class:`Labelled` rows share; the attributes are those of :class:`Labelled`."""
 
     source: str
@@ -157,7 +157,7 @@ class Rows:
 
 
 @dataclass(frozen=True, eq=False)
-class Raw(Rows):
+class Raw(ReadRows):
     """One source as read, before labels became numbers: what the checks of ``checks.py`` work on.
 
     ``labels`` and ``gold`` are names, ``inputs`` of a table are its columns, and ``classes`` are the names that the
@@ -185,8 +185,8 @@ class Raw(Rows):
 
 
 @dataclass(frozen=True, eq=False)
-class Labelled(Rows):
-    """Rows with labels, ready for a model.
+class Labelled(ReadRows):
+    """ReadRows with labels, ready for a model.
 
     Attributes:
         kind: of the inputs.
