@@ -186,7 +186,7 @@ class Raw(ReadRows):
 
 @dataclass(frozen=True, eq=False)
 class Labelled(ReadRows):
-    """ReadRows with labels, ready for a model.
+    """Rows with labels, ready for a model.
 
     Attributes:
         kind: of the inputs.
