@@ -189,7 +189,7 @@ def _pair(train: Raw, trusted: Raw, options: ReadOptions) -> tuple[Labelled, Lab
 
 def _with_names(raw: Raw, classes: tuple[str, ...]) -> Raw:
     """The rows with names in place of the numbers of classes, where only another source has their names."""
-    if raw.classes or raw.votes is not None or set(raw.labels) & set(classes):
+    if not classes or raw.classes or raw.votes is not None or set(raw.labels) & set(classes):
         return raw
     return replace(raw, labels=[class_name(name, classes) for name in raw.labels])
 
