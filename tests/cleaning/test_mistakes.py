@@ -43,7 +43,7 @@ COMMANDS = {
     "misspelt command": Mistake("invalid choice: 'claen'", "did you mean clean?", ["claen"]),
     "no command": Mistake("name a command", "clean, report", []),
     "no rows named": Mistake("TRAIN is missing", "name the file or folder", ["clean"]),
-    "epochs in words": Mistake("--epochs=many", "must be a whole number", [*CLEAN, "--epochs", "many"]),
+    "epochs in words": Mistake("--epochs='many'", "must be a whole number", [*CLEAN, "--epochs", "many"]),
     "no epochs": Mistake("--epochs=0", "must be a whole number ≥ 1", [*CLEAN, "--epochs", "0"]),
     "negative seed": Mistake("--seed=-1", "whole number ≥ 0", [*CLEAN, "--seed", "-1"]),
     "a budget in words": Mistake("--budget='soon'", "such as 90, 90s, 5m or 1h", [*CLEAN, "--budget", "soon"]),
@@ -99,7 +99,7 @@ COMMANDS = {
     "a number as label": Mistake("classes in", "Name the right one with --label", [*CLEAN, "--label", "age"], {"train.csv": TABLE, "trusted.csv": "age,town,label\n1,Rome,q\n2,Oslo,q\n"}),
     "no labels": Mistake("has no usable row left", "without a label", CLEAN, {"train.csv": "text,label\na b c,\nd e f,\n"}),
     "the same file twice": Mistake("every row of train.csv is also in the trusted set", "give another trusted set", ["clean", "train.csv", "--trusted", "train.csv"]),
-    "one trusted row": Mistake("trusted has 1 usable rows", "at least 2 are needed, better 10 of each class", CLEAN, {"trusted.csv": "text,label\nsome words here,p\n"}),
+    "one trusted row": Mistake("trusted has 1 usable row;", "at least 2 are needed, better 10 of each class", CLEAN, {"trusted.csv": "text,label\nsome words here,p\n"}),
 }  # fmt: skip
 
 

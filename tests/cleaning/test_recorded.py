@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from blobs import Watch, blobs, quicken, write_csv
 from hyperkron.cleaning import CleanConfig, clean, recorded, resume
 from hyperkron.cleaning.api import assist
+from hyperkron.cleaning.fields import Fields
 from hyperkron.cleaning.folder import RunFolder
 from hyperkron.cleaning.models import HASHED, TextEncoder
 from hyperkron.cli import main
@@ -358,18 +359,19 @@ def test_a_run_that_did_not_record_its_stages_is_refused(stopped: Stopped, tmp_p
 
 
 def test_settings_are_compared_by_value() -> None:
-    kept = {"config": asdict(replace(CONFIG)), "source": {"train": "/a", "reading": {"features": ["a", "b"]}}}
+    source = {"train": "/a", "reading": {"features": ["a", "b"]}}
+    kept = Fields({"config": asdict(replace(CONFIG)), "source": source}, Path("config.json"))
     recorded.refuse_other_settings(kept, {"features": ("a", "b"), "compare": ["noisy"], "train": "/a", "budget": 500})
     with pytest.raises(HyperkronError, match=r"features=\['a'\], but the run began with features \['a', 'b'\]"):
         recorded.refuse_other_settings(kept, {"features": ["a"]})
 
 
 ODD = [
-    (5, "encoder='5' is not what a run has there"),
-    ([1], r"encoder='\[1\]' is not what a run has there"),
-    ("name", "encoder='name' is not what a run has there"),
-    ({"name": 7, "sha256": None}, "encoder.name='7' is not what a run has there"),
-    ({"name": "x"}, "encoder.sha256 is missing"),
+    (5, "encoder=5 is not an object"),
+    ([1], r"encoder=\[1\] is not an object"),
+    ("name", "encoder='name' is not an object"),
+    ({"name": 7, "sha256": None}, "encoder.name=7 is not a string"),
+    ({"name": "x", "sha256": [1]}, r"encoder.sha256=\[1\] is not a string"),
 ]
 
 
@@ -378,6 +380,6 @@ def test_an_odd_record_of_the_encoder(encoder: Any, message: str, tmp_path: Path
     folder = RunFolder(tmp_path, new=True)
     source = dict.fromkeys(("source", "model", "command"))
     folder.write_json("config.json", {"format": 1, **source, "data": "", "config": asdict(CONFIG), "encoder": encoder})
+    kept = folder.read_config()
     with pytest.raises(HyperkronError, match=rf"config\.json: {message}; restore the file"):
-        folder.read_config()
-    assert recorded.environment_notes(encoder, recorded.environment(CPU))
+        recorded.refuse_other_encoder(kept, {"name": recorded.encoder_to_load(kept, {}), "sha256": None})

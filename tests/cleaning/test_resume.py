@@ -280,7 +280,9 @@ def test_a_run_that_other_rules_began_is_not_continued(files: Files, tmp_path: P
 def test_a_setting_that_this_version_does_not_have_is_named(files: Files, tmp_path: Path) -> None:
     settings = json.loads((files.whole / "config.json").read_text())["config"]
     out = changed(files, tmp_path / "run", config={**settings, "colour": "red"})
-    with pytest.raises(HyperkronError, match="the settings colour, which this version does not have; begin a new run"):
+    with pytest.raises(
+        HyperkronError, match=r"begun with other settings than this version has \(colour\); begin a new run"
+    ):
         resume(out)
 
 

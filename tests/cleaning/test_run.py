@@ -250,7 +250,7 @@ def test_what_is_refused(data: Blobs, tmp_path: Path) -> None:
         ({"config": CleanConfig(device="warp")}, "device='warp' is unknown; use auto, cpu or cuda"),
         ({"config": CleanConfig(layers=1)}, "layers=1 is for texts, but these are table inputs"),
         ({"config": CleanConfig(encoder="e")}, "encoder='e' is for texts, but these are table inputs"),
-        ({"trusted": few}, "trusted has 1 usable rows; at least 2 are needed"),
+        ({"trusted": few}, "trusted has 1 usable row; at least 2 are needed"),
         ({"train": 7}, "cannot read rows from a int"),
     ]
     for given, message in cases:

@@ -15,13 +15,13 @@ from blobs import blobs, quicken, write_csv
 from hyperkron import cleaning
 from hyperkron.cleaning import api, stages
 from hyperkron.cleaning.run import Sharing
-from hyperkron.cleaning.stages import SharedStages, Stages, in_turn
+from hyperkron.cleaning.stages import Stages, in_turn
 from hyperkron.training import CheckpointError, Interrupted
 from hyperkron.training.locks import FolderLock
 
 
-def shared_stages(folder: Path) -> SharedStages:
-    return SharedStages(folder, "", torch.device("cpu"), lambda: None)
+def shared_stages(folder: Path) -> Stages:
+    return Stages(folder, "", torch.device("cpu"), lambda: None)
 
 
 def test_a_stage_is_computed_by_the_first_and_awaited_by_the_second(tmp_path: Path, monkeypatch: Any) -> None:

@@ -15,6 +15,7 @@ from clean_command import CLEAN, OUT, Captured
 from fake_cleaning import FakeCleaning
 from hyperkron.cleaning.progress import SilentProgress
 from hyperkron.cli import main, output
+from hyperkron.cli.options import ALTERNATIVES
 from hyperkron.solution import HyperkronError
 
 _here, fake = clean_command.here, clean_command.fake
@@ -45,10 +46,10 @@ def test_the_options_reach_the_task(fake: FakeCleaning) -> None:
     }
 
 
-@pytest.mark.parametrize(("given", "wanted"), [("all", None), ("none", ()), ("sama", ("sama",))])
+@pytest.mark.parametrize(("given", "wanted"), [("all", ALTERNATIVES), ("none", ()), ("sama", ("sama",))])
 def test_the_alternatives(given: str, wanted: Any, fake: FakeCleaning) -> None:
     assert main([*CLEAN, "--compare", given]) == 0
-    assert fake.calls[0]["config"].get("compare") == wanted
+    assert fake.calls[0]["config"]["compare"] == wanted
 
 
 def test_what_is_not_given_is_left_to_the_reader(fake: FakeCleaning) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -11,9 +12,8 @@ import pytest
 
 import hyperkron
 from hyperkron.cli import main
-from hyperkron.cli.config import MAX_BYTES, read_config, seconds
-from hyperkron.cli.options import as_options
-from hyperkron.cli.output import UsageError
+from hyperkron.cli.config import MAX_BYTES, read_config
+from hyperkron.cli.options import ALTERNATIVES, CLEAN, as_options, seconds
 from hyperkron.cli.parser import COMMANDS
 
 Captured = pytest.CaptureFixture[str]
@@ -67,7 +67,7 @@ print("|", codes, [name for name in {heavy} if name in sys.modules])
         (["clena"], "did you mean clean?"),
         (["paper", "list"], "invalid choice: 'paper'"),
         (["clean", "a.csv", "--lable", "y"], "unrecognized arguments: --lable y; did you mean --label?"),
-        (["clean", "a.csv", "--epochs", "3.5"], "--epochs=3.5 must be a whole number."),
+        (["clean", "a.csv", "--epochs", "3.5"], "--epochs='3.5' must be a whole number."),
         (["clean", "a.csv", "--epoch", "3"], "did you mean --epochs?"),  # no abbreviations
         (["clean", "a.csv", "--budget", "soon"], "--budget='soon' must be a positive time"),
         (["clean", "a.csv", "--compare", "noisy,none"], "--compare='noisy,none' must be"),
@@ -127,8 +127,9 @@ def test_times(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "0", "-3", "5 days", "1e9", "nan", "m", "5mm", "٣"])
 def test_what_is_no_time(text: str) -> None:
-    with pytest.raises(UsageError, match="--budget="):
-        seconds(text)
+    [budget] = [option for option in CLEAN if option.key == "budget"]
+    with pytest.raises(argparse.ArgumentTypeError, match=r"--budget=.* must be a positive time"):
+        budget.read(text)
 
 
 # --- configuration files -----------------------------------------------------------------------------------
@@ -167,14 +168,23 @@ def test_json_is_read_too_and_the_command_line_comes_first(tmp_path: Path, capsy
     assert main(["clean", "b.csv", "--config", str(file), "--seed", "4", "--print-config"]) == 0
     out = capsys.readouterr().out
     assert 'train: "b.csv"' in out and "seed: 4" in out and 'trusted_column: "ok"' in out
-    assert 'budget: "90"' in out and 'compare: "sama"' in out
+    assert "budget: 90.0" in out and 'compare: ["sama"]' in out
 
 
 def test_an_empty_configuration_is_one(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("# nothing\n")
     (tmp_path / "b.yaml").write_text("seed: null\ncompare: []\n")
     assert read_config(tmp_path / "a.yaml") == {}
-    assert read_config(tmp_path / "b.yaml") == {"compare": "none"}
+    assert read_config(tmp_path / "b.yaml") == {"compare": ()}
+
+
+def test_values_of_a_configuration_are_read_as_on_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("label: yes\ntext: 2021\nseed: '3'\nfeatures: [x, 1]\njson: true\nid: no\n")
+    wanted = {"label": "yes", "text": "2021", "seed": 3, "features": ["x", "1"], "json": True, "id": ["no"]}
+    assert read_config(tmp_path / "a.yaml") == wanted
+    (tmp_path / "a.json").write_text('{"label": true, "text": 2021, "seed": 3, "compare": "all", "budget": 1.5}')
+    wanted = {"label": "true", "text": "2021", "seed": 3, "compare": ALTERNATIVES, "budget": 1.5}
+    assert read_config(tmp_path / "a.json") == wanted
 
 
 MANY = "a: &a [x, x]\nb: &b [*a, *a]\nc: &c [*b, *b]\nfeatures: [*c, *c]\n"
@@ -190,18 +200,19 @@ MANY = "a: &a [x, x]\nb: &b [*a, *a]\nc: &c [*b, *b]\nfeatures: [*c, *c]\n"
         ("class_path: os.system", "the key 'class_path' is unknown"),
         ("overwrite: true", "the key 'overwrite' is unknown"),
         ("config: other.yaml", "the key 'config' is unknown"),
-        ("text: !!python/object/apply:os.system ['echo hi > hacked']", "is not YAML of plain values"),
-        ("train: !!python/name:os.system", "is not YAML of plain values"),
+        ("text: !!python/object/apply:os.system ['echo hi > hacked']", "a value is one word"),
+        ("features: !!python/tuple [a, b]", "a value is one word"),
+        ("features: [!!python/name:os.system '']", "a value is one word"),
+        ("train: !!python/name:os.system", "a value is one word"),
         ("!!python/object/apply:os.system ['echo hi > hacked']", "expected lines such as `label: target`"),
         ("text: {class_path: os.system}", "a value is one word"),
         (MANY, "a value is one word"),
         ("? [a, b]\n: c", "a key is not text"),
-        ("label: yes", "label is True; it must be a text (in quotes"),
-        ("seed: '3'", "seed is '3'; it must be a whole number"),
-        ("seed: true", "seed is True; it must be a whole number"),
-        ("json: 1", "json is 1; it must be true or false"),
-        ("features: x", "features is 'x'; it must be a list of texts"),
-        ("features: [x, 1]", "features is a list; it must be a list of texts"),
+        ("seed: true", "c.yaml: --seed='true' must be a whole number."),
+        ("json: 1", "c.yaml: --json='1' must be true or false."),
+        ("budget: soon", "c.yaml: --budget='soon' must be a positive time"),
+        ("label: [x, y]", "label is a list; it must be one value."),
+        ("features: []", "features is a list; it must be texts."),
         ("seed: 1\nseed: 2", "'seed' appears twice"),
         ('{"seed": 1, "seed": 2}', "'seed' appears twice"),
         ('{"trusted-column": "a", "trusted_column": "b"}', "'trusted_column' appears twice"),

@@ -168,8 +168,9 @@ def reopened(
     """The run in a folder, with the data and settings it began with; without ``writes`` the folder stays as it is."""
     folder = RunFolder(out, new=False, writes=writes)
     kept = folder.read_config()
-    source = kept["source"]
-    if source is None:
+    source, settings = kept.child("source"), kept.child("config")
+    train, trusted, test = (source.text(name) or None for name in ("train", "trusted", "test"))
+    if train is None:
         raise HyperkronError(
             f"out={str(out)!r} was made from data in memory, which is not kept; call clean() again with it."
         )
@@ -177,21 +178,19 @@ def reopened(
     refuse_other_rules(kept, out)
     refuse_other_settings(kept, expected)
     refuse_other_model(kept, model)
-    parts = read_parts(source["train"], source["trusted"], source["test"], source["reading"])
+    parts = read_parts(train, trusted, test, source.child("reading").raw)
     own = Own.of(parts, **recorded_paths(kept))
-    if own.data != kept["data"]:
-        read = (*(source[name] for name in ("train", "trusted", "test")), *recorded_paths(kept).values())
+    if own.data != kept.text("data"):
+        read = (train, trusted, test, *recorded_paths(kept).values())
         raise HyperkronError(
             f"the data in {listing([repr(path) for path in read if path], 5)} is not what the run in {str(out)!r} "
             "began with; restore the file that has changed, or begin a new run."
         )
-    unknown = sorted(kept["config"].keys() - {field.name for field in fields(CleanConfig)})
-    if unknown:
+    if odd := sorted(settings.raw.keys() ^ {field.name for field in fields(CleanConfig)}):
         raise HyperkronError(
-            f"out={str(out)!r} was begun with the settings {', '.join(unknown)}, which this version does not have; "
-            "begin a new run."
+            f"out={str(out)!r} was begun with other settings than this version has ({', '.join(odd)}); begin a new run."
         )
-    config = CleanConfig(**{**kept["config"], "compare": tuple(kept["config"]["compare"])})
-    given, encoder = Given.of(source["train"], parts[0]), encoder_to_load(kept, expected)
-    shown, command = shown_progress(progress), kept["command"]
+    config = settings.into(CleanConfig)
+    given, encoder = Given.of(train, parts[0]), encoder_to_load(kept, expected)
+    shown, command = shown_progress(progress), kept.text("command") or None
     return CleaningRun(parts, own, config, folder, model, shown, command, given, encoder, **more)

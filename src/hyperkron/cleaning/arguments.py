@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hyperkron.cleaning.config import CleanConfig
 from hyperkron.cleaning.data import Labelled, arrays, checks, read, read_pair
-from hyperkron.cleaning.data.files import nearest, np
+from hyperkron.cleaning.data.files import nearest, np, several
 from hyperkron.cleaning.data.roles import LABELS
 from hyperkron.cleaning.data.sources import without_columns
 from hyperkron.solution import HyperkronError
@@ -57,9 +57,8 @@ def read_parts(train: Any, trusted: Any, test: Any, reading: dict[str, Any]) -> 
             )
         parts.append(replace(test, messages=(*test.messages, *checks.seen_notes(test, *parts))))
     if len(parts[1]) < 2:
-        raise HyperkronError(
-            f"trusted has {len(parts[1])} usable rows; at least 2 are needed, better 10 of each class."
-        )
+        count = several(len(parts[1]), "usable row")
+        raise HyperkronError(f"trusted has {count}; at least 2 are needed, better 10 of each class.")
     return parts
 
 

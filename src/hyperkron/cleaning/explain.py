@@ -112,7 +112,7 @@ def explain(
     run = reopened(out, model, progress, writes=False)
     result = run.result()
     learnt, work, transform = run.learnt(result.chosen), run.work, run.prepared.transform
-    network, reading = result.model, run.folder.read_config()["source"]["reading"]
+    network, reading = result.model, run.folder.read_config().child("source").child("reading").raw
     rows, labels, messages = _read(queries, run.parts[0], transform.form, reading)
     if not any(True for _ in network.parameters()):
         network = train(work.build, work.inputs, learnt, work.plan, seed=work.config.seed)

@@ -113,6 +113,9 @@ class Fields:
         """A dataclass whose fields are read under their own names, each as its annotation says."""
         readers: dict[Any, Callable[[str], Any]] = {
             "str": self.text,
+            "str | None": lambda name: self.text(name) or None,
+            "tuple[str, ...]": lambda name: tuple(self.texts(name)),
+            "int": lambda name: self.count(name) or 0,
             "Label": self.label,
             "float | None": self.number,
             "int | None": self.count,

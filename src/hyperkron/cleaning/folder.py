@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from hyperkron.cleaning.data import Labelled, NewRows, RowHashes
 from hyperkron.cleaning.data.files import np
 from hyperkron.cleaning.data.kept import csv_line
-from hyperkron.cleaning.fields import FORMAT, REMEDY, read_object, resume_command
+from hyperkron.cleaning.fields import FORMAT, REMEDY, Fields, read_object, resume_command
 from hyperkron.cleaning.recorded import digest
-from hyperkron.cleaning.stages import SharedStages, Stages
+from hyperkron.cleaning.stages import Stages
 from hyperkron.solution import HyperkronError
 from hyperkron.training.files import put_tensors
 from hyperkron.training.locks import FolderLock
@@ -51,32 +51,6 @@ SHOWN_FEATURES = 12
 """Columns of a table that a person sees of each row."""
 _COLUMNS = ("row", "given", "suggested", "error_probability", "weight", "suspect")
 """Of rows.csv, where ids stand after the row."""
-_TEXT, _NUMBER, _OPTIONAL = (str, type(None)), (int, float, type(None)), (type(None), type(...))
-_CONFIG: dict[str, tuple[type, ...]] = {
-    "source": (dict, type(None)),
-    "source.train": (str,),
-    "source.trusted": _TEXT,
-    "source.test": _TEXT,
-    "source.reading": (dict,),
-    "model": _TEXT,
-    "command": _TEXT,
-    "data": (str,),
-    "config": (dict,),
-    "config.seed": (int,),
-    "config.epochs": (int, type(None)),
-    "config.budget": _NUMBER,
-    "config.compare": (list,),
-    "config.device": (str,),
-    "config.encoder": _TEXT,
-    "config.layers": (int,),
-    "own": (dict, *_OPTIONAL),
-    "own.probabilities": (str, *_OPTIONAL),
-    "own.embeddings": (str, *_OPTIONAL),
-    "encoder": (dict, *_OPTIONAL),
-    "encoder.name": (str,),
-    "encoder.sha256": _TEXT,
-}
-"""What config.json holds, by its place (``...``: what may be absent); parts of what is null are not looked at."""
 _EVENTS: dict[str, dict[str, tuple[type, ...]]] = {
     "stage": {"name": (str,), "steps": (int,)},
     "part": {"name": (str,), "seconds": (int, float)},
@@ -124,32 +98,24 @@ class RunFolder:
         """Finished stages, of all that the run began with; with ``while_waiting`` several processes compute them."""
         if not self.kept:
             return Stages(None)
-        place, of = self.path / "stages", digest(self.read_config())
-        return Stages(place, of, device) if while_waiting is None else SharedStages(place, of, device, while_waiting)
+        return Stages(self.path / "stages", digest(self.read_config().raw), device, while_waiting)
 
-    def record(self, name: str, found: Any, check: Callable[[Any], None]) -> None:
-        """Put into config.json what the run works with; what is there already is checked."""
+    def record(self, name: str, found: Any, check: Callable[[Fields], None]) -> None:
+        """Put into config.json what the run works with; where something is there already, the whole is checked."""
         if not self.kept:
             return
         before = self.read_config()
-        if name in before:
-            check(before[name])
+        if name in before.raw:
+            check(before)
         else:
-            self.write_json("config.json", {**before, name: found})
+            self.write_json("config.json", {**before.raw, name: found})
 
-    def read_config(self) -> dict[str, Any]:
+    def read_config(self) -> Fields:
         """The configuration the run began with."""
         file = self.path / "config.json"
-        found = read_object(file, f"{file} does not exist; {REMEDY}.").raw
-        if found.get("format") != FORMAT:
+        found = read_object(file, f"{file} does not exist; {REMEDY}.")
+        if found.raw.get("format") != FORMAT:
             raise HyperkronError(f"{file} has another format than {FORMAT}; {REMEDY}.")
-        for place, kinds in _CONFIG.items():
-            part, _, name = place.rpartition(".")
-            parent = found.get(part) if part else found
-            value = ... if parent is None else parent.get(name, ...)
-            if parent is not None and not isinstance(value, kinds):
-                wrong = " is missing" if value is ... else f"={str(value)[:80]!r} is not what a run has there"
-                raise HyperkronError(f"{file}: {place}{wrong}; {REMEDY}.")
         return found
 
     def write_json(self, name: str, content: Any) -> None:

@@ -137,7 +137,7 @@ def _predictor(
     """What makes inputs of new rows, and the network."""
     why = f"it was made by an earlier version, or has not finished; finish it with {resume_command(folder)}"
     about = read_object(folder / "inputs.json", f"run={str(folder)!r} has no inputs.json: {why}.")
-    refuse_other_model({"model": about.text("model") or None}, model)
+    refuse_other_model(about, model)
     try:
         with TensorFile(folder / "inputs.safetensors", about.raw["file"]) as stored:
             tensors = {name: stored(name) for name in about.texts("tensors")}
@@ -146,10 +146,10 @@ def _predictor(
         raise HyperkronError(f"{folder / 'inputs.safetensors'} is damaged ({error}); {REMEDY}.") from error
     where = check_device("device", device)
     layers, shape = int(about.raw.get("layers") or 0), tuple(int(n or 0) for n in about.numbers("input_shape"))
-    began, vectors = about.child("encoder").raw, None
-    if began:
-        vectors = TextEncoder(encoder or began["name"], device=where)
-        refuse_other_encoder(began, encoder_identity(vectors))
+    vectors = None
+    if about.child("encoder").raw:
+        vectors = TextEncoder(encoder or about.child("encoder").text("name"), device=where)
+        refuse_other_encoder(about, encoder_identity(vectors))
     transform = InputTransform.load(form, tensors, vectors, layers)
     build = network_builder(transform, shape, len(about.texts("classes")), model)
     return transform, _stored_model(build, folder / "model.safetensors").to(where).eval()

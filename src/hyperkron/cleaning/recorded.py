@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from hyperkron.cleaning.arguments import absolute, model_name
+from hyperkron.cleaning.fields import Fields
 from hyperkron.cleaning.models import HASHED, TextEncoder
 from hyperkron.cleaning.models.encoder import VARIABLE
 from hyperkron.cleaning.stages import RULES
@@ -31,18 +32,20 @@ _KNOWN = ("torch", "hyperkron", "transformers")
 # --- what was asked for ------------------------------------------------------------------------------------
 
 
-def refuse_other_settings(kept: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+def refuse_other_settings(kept: Fields, expected: Mapping[str, Any]) -> None:
     """Meet a setting, named as ``clean`` and ``CleanConfig`` do, that is not the one the run began with."""
+    source, config = kept.child("source"), kept.child("config").raw
     for name, value in expected.items():
+        began: Any
         if name in _SOURCES:
-            began, value = kept["source"][name], absolute(value)
+            began, value = source.text(name) or None, absolute(value)
         elif name in _BROUGHT:
             began, value = recorded_paths(kept).get(name), absolute(value)
-        elif name in kept["config"]:
-            began = kept["config"][name]
+        elif name in config:
+            began = config[name]
         else:
-            began = kept["source"]["reading"].get(name)
-        if name == "encoder" and kept.get("encoder") is not None:
+            began = source.child("reading").raw.get(name)
+        if name == "encoder" and kept.child("encoder").raw:
             continue  # another folder may hold the same one: judged by what it computes with
         began, value = (list(x) if isinstance(x, tuple) else x for x in (began, value))
         if value != began:
@@ -53,13 +56,12 @@ def refuse_other_settings(kept: Mapping[str, Any], expected: Mapping[str, Any]) 
             )
 
 
-def refuse_other_rules(kept: Mapping[str, Any], out: str | Path) -> None:
+def refuse_other_rules(kept: Fields, out: str | Path) -> None:
     """Meet a run that a version with other rules began: its finished stages and the next would not belong together."""
-    if kept.get("rules") == RULES:
+    if kept.raw.get("rules") == RULES:
         return
-    environment = kept.get("environment")
-    began = environment.get("hyperkron") if isinstance(environment, dict) else None
-    rules = f"rules {kept['rules']}" if "rules" in kept else "rules that were not recorded"
+    began = kept.child("environment").text("hyperkron")
+    rules = f"rules {kept.raw['rules']}" if "rules" in kept.raw else "rules that were not recorded"
     raise HyperkronError(
         f"the run in {str(out)!r} was begun by hyperkron {began or 'of an unknown version'} with {rules}, and "
         f"hyperkron {installed_version('hyperkron')}, which runs now, has rules {RULES}: what it computes would not "
@@ -68,9 +70,9 @@ def refuse_other_rules(kept: Mapping[str, Any], out: str | Path) -> None:
     )
 
 
-def refuse_other_model(kept: Mapping[str, Any], model: Callable[[], nn.Module] | None) -> None:
+def refuse_other_model(kept: Fields, model: Callable[[], nn.Module] | None) -> None:
     """Meet a builder of another name than the run began with, or none where there was one."""
-    began, found = kept["model"], None if model is None else model_name(model)
+    began, found = kept.text("model") or None, None if model is None else model_name(model)
     if began is not None and found is None:
         raise HyperkronError(f"the run used your own model ({began}); pass it again as model=.")
     if found != began:
@@ -81,25 +83,21 @@ def refuse_other_model(kept: Mapping[str, Any], model: Callable[[], nn.Module] |
         )
 
 
-def recorded_paths(kept: Mapping[str, Any]) -> dict[str, str]:
+def recorded_paths(kept: Fields) -> dict[str, str]:
     """The files of probabilities and embeddings that a run began with; one with an estimator cannot be continued."""
-    if kept.get("estimator") is not None:
+    if kept.text("estimator"):
         raise HyperkronError(
-            f"the run compared with estimator={kept['estimator']}, which is not kept on disk; call clean() again with "
-            "it and overwrite=True."
+            f"the run compared with estimator={kept.text('estimator')}, which is not kept on disk; call clean() again "
+            "with it and overwrite=True."
         )
-    found = kept.get("own") or {}
-    return {name: found[name] for name in _BROUGHT if found.get(name) is not None}
+    return {name: path for name in _BROUGHT if (path := kept.child("own").text(name))}
 
 
-def encoder_to_load(kept: Mapping[str, Any], expected: Mapping[str, Any]) -> str | None:
+def encoder_to_load(kept: Fields, expected: Mapping[str, Any]) -> str | None:
     """The encoder that a resumed run is to load: what is named now, else the one it began with."""
-    named = expected.get("encoder")
-    if named is None and kept["config"]["encoder"] is None:
-        named = os.environ.get(VARIABLE) or None
-    if named is None and kept.get("encoder") is not None:
-        named = kept["encoder"]["name"]
-    return named if named is not None else kept["config"]["encoder"]
+    asked = kept.child("config").text("encoder")
+    variable = "" if asked else os.environ.get(VARIABLE)
+    return expected.get("encoder") or variable or kept.child("encoder").text("name") or asked or None
 
 
 # --- what is used ------------------------------------------------------------------------------------------
@@ -160,9 +158,9 @@ def installed_version(package: str) -> str:
         return "not installed"
 
 
-def environment_notes(began: Any, now: Mapping[str, str]) -> list[str]:
+def environment_notes(kept: Fields, now: Mapping[str, str]) -> list[str]:
     """What to say where a run continues with other versions, or on another kind of device."""
-    began = began if isinstance(began, dict) else {}
+    began = kept.child("environment").raw
     changed = [f"{name} {began.get(name)} (now {value})" for name, value in now.items() if began.get(name) != value]
     if not changed:
         return []
@@ -172,31 +170,34 @@ def environment_notes(began: Any, now: Mapping[str, str]) -> list[str]:
     ]
 
 
-def refuse_other_encoder(began: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+def refuse_other_encoder(kept: Fields, found: Mapping[str, Any]) -> None:
     """Meet an encoder that computes with something else."""
-    if began["sha256"] == found["sha256"]:
+    began = kept.child("encoder")
+    if (sha256 := began.text("sha256") or None) == found["sha256"]:
         return
     raise HyperkronError(
-        f"encoder={found['name']!r} ({_short(found)}) is not the one that the run began with, {began['name']!r} "
-        f"({_short(began)}); name a folder that holds that one as encoder= or in {VARIABLE}, or begin a new run."
+        f"encoder={found['name']!r} ({_short(found['sha256'])}) is not the one that the run began with, "
+        f"{began.text('name')!r} ({_short(sha256)}); name a folder that holds that one as encoder= or in {VARIABLE}, "
+        "or begin a new run."
     )
 
 
-def refuse_other_network(began: Any, found: str) -> None:
+def refuse_other_network(kept: Fields, found: str) -> None:
     """Meet a network of another structure."""
-    if began != found:
+    if (began := kept.text("network")) != found:
         raise HyperkronError(
             f"model: the network that is built now (SHA-256 {found[:12]}… of its structure and code) is not the one "
-            f"that the run began with ({str(began)[:12]}…); restore that one, or begin a new run."
+            f"that the run began with ({began[:12]}…); restore that one, or begin a new run."
         )
 
 
 def digest(kept: Mapping[str, Any]) -> str:
     """The SHA-256 of all that a stage of a run depends on."""
-    encoder = kept.get("encoder") or {}
-    told = [kept["config"], kept["data"], kept["model"], kept.get("network"), encoder.get("sha256"), kept.get("rules")]
+    encoder, names = kept.get("encoder") or {}, ("config", "data", "model", "network", "rules")
+    config, data, model, network, rules = map(kept.get, names)
+    told = [config, data, model, network, encoder.get("sha256"), rules]
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
-def _short(identity: Mapping[str, Any]) -> str:
-    return "no encoder" if identity["sha256"] is None else f"SHA-256 {str(identity['sha256'])[:12]}…"
+def _short(sha256: str | None) -> str:
+    return "no encoder" if sha256 is None else f"SHA-256 {sha256[:12]}…"

@@ -190,10 +190,10 @@ class CleaningRun:
         try:
             encoder, notes = load_encoder(self.encoder, device=self.device, required=self.config.layers > 0)
         except EncoderUnavailable as error:
-            began = self.folder.read_config().get("encoder") if self.folder.kept else None
-            if began is None:
+            began = self.folder.read_config().child("encoder").text("name") if self.folder.kept else ""
+            if not began:
                 raise
-            raise EncoderUnavailable(f"The run began with the encoder {began['name']!r}. {error}") from error
+            raise EncoderUnavailable(f"The run began with the encoder {began!r}. {error}") from error
         identity = recorded.encoder_identity(encoder)
         self.folder.record("encoder", identity, lambda began: recorded.refuse_other_encoder(began, identity))
         self._say(list(notes))
@@ -228,7 +228,6 @@ class CleaningRun:
             None if self.own.probabilities is None else self.own.probabilities.to(self.device),
             self.own.estimator,
             votes=None if self.parts[0].votes is None else torch.as_tensor(self.parts[0].votes).to(self.device),
-            begin_fit=self._begin_fit,
         )
         if self.config.budget is not None:
             notes = notes + self._fit_budget(self.config.budget)
@@ -254,8 +253,9 @@ class CleaningRun:
         self.names = kept["compare"]
         return [*kept["messages"], *([ONE_PROCESS] if self.sharing.count > 1 else [])]
 
-    def _tick(self, stage: str, steps: int) -> None:
-        (before, done), owed, self.owed = self.stage, self.owed, 0
+    def _tick(self, stage: str, steps: int, owed: int = 0) -> None:
+        """These steps are done; ``owed`` are those that trees which are fitted now count for, once they are there."""
+        (before, done), owed, self.owed = self.stage, self.owed, owed
         if owed:  # the trees are there
             self.progress.advance(owed, before)
             done += owed
@@ -264,11 +264,6 @@ class CleaningRun:
         self.stage = stage, steps + (done if stage == before else 0)
         self.progress.advance(steps, stage)
         self._check_signals()
-
-    def _begin_fit(self, stage: str, steps: int) -> None:
-        """Trees are fitted, which counts for this many steps once they are there."""
-        self._tick(stage, 0)
-        self.owed = steps
 
     def _check_signals(self) -> None:
         if self.signals.received is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -31,16 +32,26 @@ class Stages:
         folder: where they lie.
         of: a digest of what they depend on; results of anything else are refused.
         device: where results go that are read.
+        while_waiting: where several processes work on one run, called at every look whether another one has finished a
+            stage; what it raises ends the wait. None: this process is alone.
 
     Every stage is a function of the data, the configuration and the stages before it, under seeds of its own, so a
-    resumed run equals an uninterrupted one. A damaged result is computed again, with a warning.
+    resumed run equals an uninterrupted one, and several processes compute what one would, bit for bit: each stage is
+    computed by the process that asks for it first, and the others wait until it is there. A process that is killed
+    loses its claim, and one that waits computes the stage. A damaged result is computed again, with a warning.
 
     Attributes:
         seconds: that computing each result took, whenever and wherever that was.
     """
 
-    def __init__(self, folder: Path | None, of: str = "", device: torch.device | str = "cpu") -> None:
-        self.folder, self.of, self.device = folder, of, device
+    def __init__(
+        self,
+        folder: Path | None,
+        of: str = "",
+        device: torch.device | str = "cpu",
+        while_waiting: Callable[[], None] | None = None,
+    ) -> None:
+        self.folder, self.of, self.device, self._while_waiting = folder, of, device, while_waiting
         self.seconds: dict[str, float] = {}
         self._found: dict[str, Tensors] = {}
         if folder is not None:
@@ -49,17 +60,37 @@ class Stages:
 
     def __call__(self, name: str, compute: Callable[[], Tensors]) -> Tensors:
         """The result of a stage: from disk if it is there and sound, else computed and put there."""
-        found = self.find(name)
-        if found is None:
-            begin = time.perf_counter()
-            found = compute()
-            self.seconds[name] = round(time.perf_counter() - begin, 3)
-            self._put(name, found)
+        while (found := self.find(name)) is None:
+            with ExitStack() as claim:
+                if self._while_waiting is not None:
+                    try:
+                        claim.enter_context(self._claim(name))
+                    except HeldError:  # another process computes it
+                        time.sleep(SECONDS_BETWEEN_LOOKS)
+                        self._while_waiting()
+                        continue
+                    found = self.find(name)  # it may have been finished in between
+                if found is None:
+                    begin = time.perf_counter()
+                    found = compute()
+                    self.seconds[name] = round(time.perf_counter() - begin, 3)
+                    self._put(name, found)
+                return found
         return found
 
     def taken(self, name: str) -> bool:
         """Whether another process is computing this stage."""
-        return False
+        if self._while_waiting is None or self.folder is None or (self.folder / f"{name}.json").exists():
+            return False
+        try:
+            with self._claim(name):
+                return False
+        except HeldError:
+            return True
+
+    def _claim(self, name: str) -> FolderLock:
+        assert self.folder is not None
+        return FolderLock(self.folder / "claims" / name)
 
     def find(self, name: str) -> Tensors | None:
         """The result of a stage that was finished, or None."""
@@ -89,49 +120,6 @@ class Stages:
         file = put_tensors(self.folder / f"{name}.safetensors", tensors, then)
         about = {"file": file, "tensors": sorted(tensors), "of": self.of, "seconds": self.seconds.get(name, 0.0)}
         put(self.folder / f"{name}.json", json.dumps(about).encode("ascii"), then)
-
-
-class SharedStages(Stages):
-    """Stages of a run that several processes work on: each is computed by the one that asks for it first.
-
-    The others wait until it is there. A process that is killed loses its claim, and one that waits computes the stage.
-    Results do not depend on who computed what, so they are those of one process, bit for bit.
-
-    ``while_waiting`` is called at every look whether another process has finished; what it raises ends the wait.
-    """
-
-    def __init__(self, folder: Path, of: str, device: torch.device, while_waiting: Callable[[], None]) -> None:
-        super().__init__(folder, of, device)
-        self._while_waiting = while_waiting
-
-    def __call__(self, name: str, compute: Callable[[], Tensors]) -> Tensors:
-        while (found := self.find(name)) is None:
-            claim = self._claim(name)
-            try:
-                claim.acquire()
-            except HeldError:  # another process computes it
-                time.sleep(SECONDS_BETWEEN_LOOKS)
-                self._while_waiting()
-                continue
-            try:
-                return super().__call__(name, compute)
-            finally:
-                claim.release()
-        return found
-
-    def taken(self, name: str) -> bool:
-        assert self.folder is not None
-        if (self.folder / f"{name}.json").exists():
-            return False
-        try:
-            with self._claim(name):
-                return False
-        except HeldError:
-            return True
-
-    def _claim(self, name: str) -> FolderLock:
-        assert self.folder is not None
-        return FolderLock(self.folder / "claims" / name)
 
 
 def in_turn(stages: Stages, names: Sequence[str], prefix: str) -> Iterator[str]:

@@ -48,7 +48,7 @@ class Work:
         plan: of a full training.
         config: the settings.
         stages: finished results.
-        tick: called with the stage's name and steps done.
+        tick: called with the stage's name and steps done; and, before trees are fitted, what these will count for.
         trees: whether there are forests among the experts.
         tree_model: whether trees may be delivered in place of a network.
         probabilities: of all rows (rows, C), from a model of the user's; None where there is none.
@@ -57,7 +57,6 @@ class Work:
         scope: begins the names of a view's stages.
         votes: of several sources on the noisy rows (N, S), −1 where one is silent; None where labels are single.
         shift: added to the seeds of a view's networks.
-        begin_fit: called with the stage's name and what a fit of trees counts for, before it begins.
     """
 
     inputs: Inputs
@@ -70,7 +69,7 @@ class Work:
     plan: TrainingPlan
     config: CleanConfig
     stages: Stages
-    tick: Callable[[str, int], None]
+    tick: Callable[..., None]
     trees: bool = False
     tree_model: bool = False
     probabilities: Tensor | None = None
@@ -79,7 +78,6 @@ class Work:
     scope: str = ""
     votes: Tensor | None = None
     shift: int = 0
-    begin_fit: Callable[[str, int], None] = lambda stage, steps: None
 
     def views(self) -> list[Work]:
         """The same without one fold of the trusted rows after the other, of each class as many in every fold."""
@@ -128,7 +126,7 @@ class Work:
 
     def fitting(self, name: str, kind: str, rows: int) -> None:
         """Tell that trees of this kind are fitted to this many rows."""
-        self.begin_fit(name, fit_steps(kind, rows, self.classes))
+        self.tick(name, 0, fit_steps(kind, rows, self.classes))
 
     @property
     def every(self) -> Tensor:

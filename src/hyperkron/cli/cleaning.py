@@ -11,8 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hyperkron.cli.config import print_config, seconds
-from hyperkron.cli.options import ALTERNATIVES, as_options
+from hyperkron.cli.config import print_config
+from hyperkron.cli.options import as_options
 from hyperkron.cli.output import UsageError, progress, say, say_json
 
 if TYPE_CHECKING:
@@ -22,14 +22,12 @@ READING = ("text", "label", "image", "features", "trusted_column", "id", "annota
 """Options that say how the data is to be read."""
 OWN = ("probabilities", "embeddings")
 """Options that name files of the user's own models."""
-SETTINGS = ("seed", "epochs", "device", "encoder", "layers")
+SETTINGS = ("seed", "epochs", "device", "encoder", "layers", "budget", "compare")
 """Options that are settings of the same name."""
 
 
 def clean(options: Any) -> int:
     """Find wrong labels and train without them."""
-    budget = None if options.budget is None else seconds(options.budget)
-    compare = None if options.compare == "all" else _names(options.compare)
     if options.print_config:
         print(print_config(vars(options)), end="")
         return 0
@@ -43,10 +41,7 @@ def clean(options: Any) -> int:
     from hyperkron import cleaning
     from hyperkron.cleaning.folder import replacing
 
-    settings: dict[str, Any] = {name: getattr(options, name) for name in SETTINGS}
-    if compare is not None:
-        settings["compare"] = compare
-    config = cleaning.CleanConfig(budget=budget, **settings)
+    config = cleaning.CleanConfig(**{name: getattr(options, name) for name in SETTINGS})
     with showing(options) as shown, replacing(out, options.overwrite, say):
         cleaning.clean(
             options.train,
@@ -124,19 +119,7 @@ def reading(options: Any) -> dict[str, Any]:
 def expected_settings(options: Any) -> dict[str, Any]:
     """What is given to `resume` of that which the run began with."""
     found = {name: getattr(options, name) for name in ("trusted", "test", *OWN, *SETTINGS)} | reading(options)
-    found["budget"] = None if options.budget is None else seconds(options.budget)
-    if options.compare is not None:
-        found["compare"] = ALTERNATIVES if options.compare == "all" else _names(options.compare)
     return {name: value for name, value in found.items() if value is not None}
-
-
-def _names(text: str) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in text.split(",") if name.strip())
-    if names == ("none",):
-        return ()
-    if not names or {"all", "none"} & set(names):
-        raise UsageError(f"--compare={text!r:.80} must be all, none, or names separated by commas.")
-    return names
 
 
 def load_model(name: str | None) -> Callable[[], nn.Module] | None:

@@ -2,54 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hyperkron.cli.options import CLEAN, Kind, Option
+from hyperkron.cli.options import CLEAN, Option
 from hyperkron.cli.output import UsageError, nearest
 
 MAX_BYTES = 2**20
 """Bytes of a configuration file."""
-_DURATION = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>s|m|h)?\Z", re.ASCII)
-_SECONDS = {None: 1, "s": 1, "m": 60, "h": 3600}
 _ALLOWED = {option.key: option for option in CLEAN if option.config}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(part, str) for part in value)
-
-
-_KINDS: dict[Kind, tuple[Callable[[Any], bool], str]] = {
-    "text": (lambda v: isinstance(v, str), "a text (in quotes, if it reads like a number or like yes and no)"),
-    "whole": (lambda v: _is_number(v) and isinstance(v, int), "a whole number"),
-    "number": (_is_number, "a number"),
-    "flag": (lambda v: isinstance(v, bool), "true or false"),
-    "texts": (lambda v: _are_texts(v) and bool(v), "a list of texts"),
-    "duration": (lambda v: _is_number(v) or isinstance(v, str), "a time such as 90, 90s, 5m or 1h"),
-    "names": (lambda v: _are_texts(v) or isinstance(v, str), "a text, or a list of names"),
-}
-"""For each kind of option, whether a value is one, and what it must be."""
-
-
-def seconds(text: str | float) -> float:
-    """A time in seconds.
-
-    Example:
-        >>> seconds("5m"), seconds("90s"), seconds(90), seconds("1.5h")
-        (300.0, 90.0, 90.0, 5400.0)
-    """
-    found = _DURATION.match(str(text).strip().lower())
-    value = float(found["number"]) * _SECONDS[found["unit"]] if found else 0.0
-    if not value:
-        raise UsageError(f"--budget={str(text)[:80]!r} must be a positive time, such as 90, 90s, 5m or 1h.")
-    return value
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
@@ -102,23 +66,24 @@ def _text(path: Path) -> str:
 
 
 def _parse(text: str, path: Path) -> list[tuple[str, Any]]:
-    """Keys and values in their order."""
+    """Keys and values in their order: each a text as it stands there, a list, or None."""
     as_object = text.lstrip().startswith("{")
     try:
         if not as_object and path.suffix.lower() != ".json":
             return _parse_yaml(text, path)
-        entries: list[tuple[str, Any]] = json.loads(text, object_pairs_hook=lambda pairs: pairs)
+        as_texts: dict[str, Any] = dict.fromkeys(("parse_int", "parse_float", "parse_constant"), str)
+        entries: list[tuple[str, Any]] = json.loads(text, object_pairs_hook=lambda pairs: pairs, **as_texts)
     except json.JSONDecodeError as error:
         raise UsageError(f"{path} is not JSON ({error}).") from error
     except (RecursionError, ValueError) as error:
         raise UsageError(f"{path} is not a configuration ({type(error).__name__}).") from error
     if not as_object:
         raise UsageError(f"{path}: expected a JSON object of options.")
-    return entries
+    return [(key, str(value).lower() if isinstance(value, bool) else value) for key, value in entries]
 
 
 def _parse_yaml(text: str, path: Path) -> list[tuple[str, Any]]:
-    """The same for YAML. Structure is checked before values are made, so an alias cannot multiply."""
+    """The same for YAML. Only its structure is read and no value is made, so an alias cannot multiply."""
     try:
         import yaml  # type: ignore[import-untyped]
     except ImportError as error:
@@ -128,10 +93,15 @@ def _parse_yaml(text: str, path: Path) -> list[tuple[str, Any]]:
         ) from error
 
     def value(node: Any) -> Any:
-        flat = node.value if isinstance(node, yaml.SequenceNode) else [node]
-        if not all(isinstance(part, yaml.ScalarNode) for part in flat):
+        parts = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        if (
+            not all(isinstance(part, yaml.ScalarNode) for part in parts)
+            or not {part.tag for part in (node, *parts)} <= yaml.SafeLoader.yaml_constructors.keys()
+        ):
             raise UsageError(f"{path}:{node.start_mark.line + 1}: a value is one word, a number, or a list of words.")
-        return yaml.SafeLoader("").construct_object(node, deep=True)
+        if parts is node.value:
+            return [part.value for part in parts]
+        return None if node.tag.endswith(":null") else node.value
 
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -147,11 +117,16 @@ def _parse_yaml(text: str, path: Path) -> list[tuple[str, Any]]:
 
 
 def _checked(value: Any, option: Option, path: str | Path) -> Any:
-    """A value of the type that the option wants."""
-    fits, wanted = _KINDS[option.kind]
-    if not fits(value):
-        shown = f"{value!r:.80}" if isinstance(value, (str, int, float)) else f"a {type(value).__name__}"
-        raise UsageError(f"{path}: {option.key} is {shown}; it must be {wanted}.")
-    if option.kind == "names" and isinstance(value, list):
-        return ",".join(value) or "none"
-    return str(value) if option.kind == "duration" else value
+    """What the option makes of a text, or of several."""
+    parts = value if isinstance(value, list) else [value]
+    plain = all(isinstance(part, str) for part in parts)
+    if plain and option.kind == "names":
+        parts = [",".join(parts) or "none"]
+    if not plain or not parts or (len(parts) > 1 and option.kind != "texts"):
+        wanted = "texts" if option.kind == "texts" else "one value"
+        raise UsageError(f"{path}: {option.key} is a list; it must be {wanted}.")
+    try:
+        found = [option.read(part) for part in parts]
+    except argparse.ArgumentTypeError as error:
+        raise UsageError(f"{path}: {error}") from error
+    return found if option.kind == "texts" else found[0]

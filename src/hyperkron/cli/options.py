@@ -2,14 +2,73 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import re
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Kind = Literal["text", "whole", "number", "flag", "texts", "duration", "names"]
 """What a value is; ``texts`` are several arguments, ``names`` are one argument with commas."""
+ALTERNATIVES = (
+    "noisy",
+    "trusted",
+    "pooled",
+    "small-loss",
+    "trusted-confidence",
+    "cleanlab",
+    "neighbours",
+    "gold-loss",
+    "forest",
+    "boosted",
+    "sama",
+)
+"""What `clean` can compare with; as ``hyperkron.cleaning.ALTERNATIVES``, which needs torch."""
+_DURATION = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>s|m|h)?\Z", re.ASCII)
+_SECONDS = {None: 1, "s": 1, "m": 60, "h": 3600}
+
+
+def seconds(text: str) -> float:
+    """A time in seconds.
+
+    Example:
+        >>> seconds("5m"), seconds("90s"), seconds("90"), seconds("1.5h")
+        (300.0, 90.0, 90.0, 5400.0)
+    """
+    found = _DURATION.match(text.strip().lower())
+    value = float(found["number"]) * _SECONDS[found["unit"]] if found else 0.0
+    if not value:
+        raise ValueError
+    return value
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if names in (("all",), ("none",)):
+        return ALTERNATIVES if names == ("all",) else ()
+    if not names or {"all", "none"} & set(names):
+        raise ValueError
+    return names
+
+
+def _flag(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ValueError
+    return text.lower() == "true"
+
+
+_READERS: dict[Kind, tuple[Callable[[str], Any], str]] = {
+    "text": (str, "a text"),
+    "texts": (str, "texts"),
+    "whole": (int, "a whole number"),
+    "number": (float, "a number"),
+    "flag": (_flag, "true or false"),
+    "duration": (seconds, "a positive time, such as 90, 90s, 5m or 1h"),
+    "names": (_names, "all, none, or names separated by commas"),
+}
+"""For each kind of option, what reads a text as one (a ValueError where it is none), and what it must be."""
 
 
 @dataclass(frozen=True)
@@ -41,21 +100,14 @@ class Option:
         """The name in messages."""
         return self.name if self.name.startswith("-") else str(self.metavar)
 
+    def read(self, text: str) -> Any:
+        """The value that a text on the command line or in a configuration file stands for."""
+        reader, words = _READERS[self.kind]
+        try:
+            return reader(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{self.shown}={text[:80]!r} must be {words}.") from error
 
-ALTERNATIVES = (
-    "noisy",
-    "trusted",
-    "pooled",
-    "small-loss",
-    "trusted-confidence",
-    "cleanlab",
-    "neighbours",
-    "gold-loss",
-    "forest",
-    "boosted",
-    "sama",
-)
-"""What `clean` can compare with; as ``hyperkron.cleaning.ALTERNATIVES``, which needs torch."""
 
 _DATA, _TRAINING, _OUTPUT = "data", "training", "output"
 

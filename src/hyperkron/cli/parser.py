@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn
 
@@ -58,7 +58,6 @@ COMMANDS: dict[str, tuple[tuple[Option, ...], str, str]] = {
     "sweep": (options.SWEEP, "search for good settings with one or more workers", _SWEEP),
     "doctor": (options.DOCTOR, "check this installation", "example:\n  hyperkron doctor"),
 }
-_TYPES: dict[str, tuple[type, str]] = {"whole": (int, "a whole number"), "number": (float, "a number")}
 
 
 class Parser(argparse.ArgumentParser):
@@ -88,7 +87,7 @@ class Parser(argparse.ArgumentParser):
             return message + nearest(message.split()[2].partition("=")[0], known)
         if found := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
             return message + nearest(found[1], found[2].replace("'", "").split(", "))
-        if wrong := re.search(r"argument \S+: (.*must be a .*number\.)", message):
+        if wrong := re.search(r"argument \S+: (.*must be .*)", message):
             return wrong[1]
         if missing := re.match(r"the following arguments are required: (.*)", message):
             names = missing[1].split(", ")
@@ -103,7 +102,7 @@ def _settings(option: Option) -> dict[str, Any]:
     if option.kind == "flag":
         return {"help": option.help, "action": "store_true"}
     default = "" if option.default is None else f" (default: {option.default})"
-    found: dict[str, Any] = {"help": option.help + default, "type": _type(option), "metavar": option.metavar}
+    found: dict[str, Any] = {"help": option.help + default, "type": option.read, "metavar": option.metavar}
     if option.choices:
         found |= {"choices": option.choices}
     if option.kind == "texts":
@@ -111,18 +110,6 @@ def _settings(option: Option) -> dict[str, Any]:
     if option.name.startswith("-"):
         return found | {"default": option.default, "required": option.required}
     return found if option.required else found | {"nargs": "?"}
-
-
-def _type(option: Option) -> Callable[[str], Any]:
-    kind, words = _TYPES.get(option.kind, (str, ""))
-
-    def converted(text: str) -> Any:
-        try:
-            return kind(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(f"{option.name}={text} must be {words}.") from error
-
-    return converted
 
 
 def _version() -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hyperkron.cleaning.report.folder import Candidate, RunContents, Suspect, read_run
+from hyperkron.cleaning.report.wording import percent
 from hyperkron.cli.output import lasting
 
 TOP = 5
@@ -19,10 +20,6 @@ def summary(folder: Path) -> str:
     run = read_run(folder)
     parts = [run.result.text("verdict"), _candidates(run.candidates), _suspects(run), _files(run), _next(run)]
     return "\n" + "\n\n".join(part for part in parts if part)
-
-
-def _percent(value: float | None) -> str:
-    return "" if value is None else f"{value:.1%}"
 
 
 def _table(lines: Sequence[Sequence[str]]) -> str:
@@ -41,9 +38,9 @@ def _candidates(found: list[Candidate]) -> str:
     tested = any(c.test_accuracy is not None for c in found)
     lines = [["  candidate", *(["test accuracy"] if tested else []), "held-out accuracy", "its 95% interval"]]
     for c in sorted(found, key=lambda c: (c.accuracy is None, -(c.accuracy or 0.0))):
-        between = "" if c.low is None or c.high is None else f"{_percent(c.low)[:-1]}–{_percent(c.high)}"
-        test = [_percent(c.test_accuracy)] if tested else []
-        lines.append([f"{'*' if c.chosen else ' '} {c.name}", *test, _percent(c.accuracy), between])
+        between = "" if c.low is None or c.high is None else f"{percent(c.low)[:-1]}–{percent(c.high)}"
+        test = [percent(c.test_accuracy)] if tested else []
+        lines.append([f"{'*' if c.chosen else ' '} {c.name}", *test, percent(c.accuracy), between])
     return _table(lines) + "\n* chosen on held-out trusted rows; its model is the one saved"
 
 

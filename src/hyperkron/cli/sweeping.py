@@ -71,14 +71,14 @@ def _clean(options: Any) -> Callable[[Any], float]:
     if options.config is None:
         raise UsageError("--config is missing: `sweep clean` needs a file of `hyperkron clean --print-config`.")
     wanted = parse(["clean"], read_config(options.config))
-    if strange := {text.partition("=")[0] for text in options.search} - {*SETTINGS}:
-        raise UsageError(f"--search={min(strange)!r} is not a setting of clean; search {', '.join(SETTINGS)}.")
+    known = {name: getattr(wanted, name) for name in SETTINGS if name not in ("budget", "compare")}
+    if strange := {text.partition("=")[0] for text in options.search} - {*known}:
+        raise UsageError(f"--search={min(strange)!r} is not a setting of clean; search {', '.join(known)}.")
 
     def held_out(trial: Any) -> float:
         from hyperkron import cleaning
 
-        settings = {name: getattr(wanted, name) for name in SETTINGS} | trial.settings
-        config = cleaning.CleanConfig(compare=(), **settings)
+        config = cleaning.CleanConfig(compare=(), **{**known, **trial.settings})
         result = cleaning.clean(wanted.train, wanted.trusted, config=config, progress=False, **reading(wanted))
         return float(max(candidate["accuracy"] for candidate in result.candidates))
 

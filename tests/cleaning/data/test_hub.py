@@ -52,6 +52,45 @@ def test_texts_with_class_names(hub: Callable[[Any], list[Any]], tmp_path: Path)
     assert pq.read_table(tmp_path / "b.parquet").to_pylist() == [{"text": "b", "label": 1}]
 
 
+def _file(path: Path, names: list[str], labels: list[int], text: str = "row") -> Path:
+    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=names)})
+    rows = {"text": [f"{text} {i}" for i in range(len(labels))], "label": labels}
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(path)
+    return path
+
+
+def test_a_parquet_file_of_hugging_face_has_the_names_of_its_classes(tmp_path: Path) -> None:
+    source = _file(tmp_path / "a.parquet", ["bird", "cat", "dog"], [0, 1, 2, 2, -1])
+    other = _file(tmp_path / "b.parquet", ["cat", "dog"], [0, 1], "other")  # 0 is another class here
+    train, trusted = read_pair(source, other)
+    assert [train.classes[k] for k in train.labels] == ["bird", "cat", "dog", "dog"]
+    assert [trusted.classes[k] for k in trusted.labels] == ["cat", "dog"]
+    export_rows(source, [0, 1], tmp_path / "c.parquet", ["dog", None])
+    assert pq.read_table(tmp_path / "c.parquet")["label"].to_pylist() == [2, 1]
+    assert read(tmp_path / "c.parquet").labels.tolist() == [2, 1]
+
+
+@pytest.mark.parametrize(
+    "metadata", [b"", b"[1]", b'{"info": {"features": [1]}}', b'{"info": {"features": {"label": 3}}}']
+)
+def test_other_metadata_says_nothing_of_classes(metadata: bytes, tmp_path: Path) -> None:
+    table = pa.table({"text": ["a", "b"], "label": [0, 1]})
+    pq.write_table(table.replace_schema_metadata({b"huggingface": metadata}), tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet").classes == ("0", "1")
+
+
+def test_numbers_are_those_of_the_names_that_another_source_has(tmp_path: Path) -> None:
+    (tmp_path / "ok.csv").write_text("text,label\nx,1\ny,0\n")
+    source = _file(tmp_path / "a.parquet", ["no", "yes"], [0, 1, 1])
+    train, trusted = read_pair(source, tmp_path / "ok.csv")
+    assert train.classes == trusted.classes == ("no", "yes") and trusted.labels.tolist() == [1, 0]
+    ours, theirs = read_pair(tmp_path / "ok.csv", source)
+    assert ours.classes == ("no", "yes") and ours.labels.tolist() == [1, 0] and theirs.labels.tolist() == [0, 1, 1]
+    stars = _file(tmp_path / "stars.parquet", ["1", "2"], [0, 1, 1])
+    (tmp_path / "ok.csv").write_text("text,label\nx,1\ny,2\n")
+    assert read_pair(stars, tmp_path / "ok.csv")[1].labels.tolist() == [0, 1]  # these are names
+
+
 def test_images_are_decoded_within_our_limits(hub: Callable[[Any], list[Any]]) -> None:
     Image.new("L", (3, 2), 9).save(buffer := io.BytesIO(), "PNG")
     features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b"])})

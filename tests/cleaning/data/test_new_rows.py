@@ -67,3 +67,11 @@ def test_a_part_of_a_folder_whose_name_has_a_space(tmp_path: Path) -> None:
         (folder / f"{part}.json").write_text(json.dumps({"0": row}))
     form = InputForm.of(read({"text": ["a b", "c d"], "label": [0, 1]}))
     assert form.read(f"{folder}:test").inputs == ["of test"]
+
+
+def test_columns_called_x_and_y_are_columns() -> None:
+    form = InputForm.of(read({"x": [1.0, 2.0, 4.0], "y": [5.0, 6.0, 9.0], "label": ["a", "b", "a"]}))
+    for rows in ({"x": [3.0], "y": [7.0]}, {"x": [3.0], "y": [7.0], "label": ["a"]}):
+        assert form.read(rows).inputs.tolist() == [[3.0, 7.0]]
+    form = InputForm.of(read({"x": [1.0, 2.0, 4.0], "z": [5.0, 6.0, 9.0], "label": ["a", "b", "a"]}))
+    assert form.read({"z": [7.0], "x": [3.0]}).inputs.tolist() == [[3.0, 7.0]]

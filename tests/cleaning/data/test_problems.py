@@ -294,3 +294,8 @@ def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
     path.chmod(0)
     with pytest.raises(HyperkronError, match="cannot be read"):
         read(path)
+
+
+def test_a_class_that_reads_like_no_label_is_named_where_it_was_one_of_two() -> None:
+    with pytest.raises(HyperkronError, match=r"single class, 'dog'.*holds 'NA', taken as no label; rename it"):
+        read({"text": ["a b", "c d", "e f"], "label": ["NA", "dog", "dog"]})

@@ -142,7 +142,6 @@ def read_npz_rows(place: Place) -> Raw:
 
 def write_npz(place: Place, kept: Kept) -> bytes:
     """Every array with as many rows as the inputs is cut to the kept ones; the others stay as they are."""
-    kept.require_suffix(place.path.name, ".npz")
     content = read_npz(place.path, place.options)
     x, y, suffix = _keys(content, place)
     count = len(content[y])
@@ -171,7 +170,7 @@ def pictures_npz(raw: Raw, kept: Kept) -> bytes:
     """Pictures of any source, with the names of their classes."""
     if lost := sorted({*kept.rows}.difference(raw.rows.tolist())):
         raise HyperkronError(
-            f"keep names rows {listing(lost)} that {raw.name} does not have, or whose image is broken."
+            f"keep names rows {listing(lost)} that {raw.source} does not have, or whose image is broken."
         )
     picked = raw.take(np.flatnonzero(np.isin(raw.rows, kept.rows)))
     names = [kept.label(row, str(name)) for row, name in zip(kept.rows, picked.labels, strict=True)]
@@ -193,22 +192,19 @@ def tensor_array(values: Any) -> Any:
     return np.asarray(found.float() if found.dtype == torch.bfloat16 else found)
 
 
-def dense(x: Any, name: str) -> Array:
-    """An array of what was given; a sparse matrix is filled up, if it is not too large for that."""
-    if hasattr(x, "toarray"):
-        most = ReadOptions.max_cells
-        if prod(x.shape) > most:
-            raise HyperkronError(
-                f"{name}: x is a sparse matrix of {x.shape[0]} × {x.shape[1]}; more than {most} cells are not filled "
-                "up. Reduce it first, for example with sklearn.decomposition.TruncatedSVD(256).fit_transform(x)."
-            )
-        x = x.toarray()
-    return _as_array(x, np.nan, f"{name}: x")
-
-
-def _as_array(values: Any, missing: float | None, where: str) -> Array:
-    """An array of what was given, with ``missing`` in place of what a masked array hides."""
+def as_array(values: Any, where: str, missing: float | None = float("nan")) -> Array:
+    """An array of what was given: a sparse matrix filled up, if it is not too large for that, and ``missing`` in place
+    of what a masked array hides.
+    """
     values = tensor_array(values)
+    if hasattr(values, "toarray"):
+        if prod(values.shape) > ReadOptions.max_cells:
+            raise HyperkronError(
+                f"{where} is a sparse matrix of {values.shape[0]} × {values.shape[1]}; more than "
+                f"{ReadOptions.max_cells} cells are not filled up. Reduce it first, for example with "
+                "sklearn.decomposition.TruncatedSVD(256).fit_transform(x)."
+            )
+        values = values.toarray()
     if np.ma.isMaskedArray(values):
         return np.where(np.ma.getmaskarray(values), missing, values.data)
     try:
@@ -219,7 +215,7 @@ def _as_array(values: Any, missing: float | None, where: str) -> Array:
 
 def array_rows(x: Any, y: Any, name: str, classes: tuple[str, ...] = ()) -> Raw:
     """Rows of arrays: texts (N,), a table (N, d), or images (N, H, W), (N, H, W, C) or (N, C, H, W), and labels."""
-    inputs, targets = dense(x, name), _as_array(y, None, f"{name}: y")
+    inputs, targets = as_array(x, f"{name}: x"), as_array(y, f"{name}: y", None)
     if targets.ndim == 2 and 1 in targets.shape:
         targets = targets.reshape(-1)
     if targets.ndim not in (1, 2):

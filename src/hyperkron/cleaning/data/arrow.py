@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import io
+import json
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -110,18 +112,27 @@ def arrow_bytes(table: Any, kept: Kept, column: str, name: str) -> bytes:
     return file.getvalue()
 
 
+def _class_names(table: Any) -> dict[str, tuple[str, ...]]:
+    """The names of classes that Hugging Face writes into a Parquet file beside columns of their numbers."""
+    with suppress(TypeError, ValueError, KeyError, AttributeError, RecursionError):  # not there, or not its own
+        features = json.loads(table.schema.metadata[b"huggingface"])["info"]["features"]
+        labels = {name: x["names"] for name, x in features.items() if isinstance(x, dict) and "names" in x}
+        return {name: tuple(map(str, names)) for name, names in labels.items() if isinstance(names, list)}
+    return {}
+
+
 def read_parquet(place: Place) -> Frame:
     """The columns of a Parquet file."""
     table = _table(place.path, place.options)
     refuse_repeated(table.column_names, repr(str(place.path)))
-    return Frame(place.path.name, arrow_columns(table), place.path.parent)
+    return Frame(place.path.name, arrow_columns(table), place.path.parent, class_names=_class_names(table))
 
 
 def write_parquet(place: Place, kept: Kept) -> bytes:
     """Types and metadata stay."""
-    kept.require_suffix(place.path.name, ".parquet", ".pq")
     table = _table(place.path, place.options)
-    return arrow_bytes(table, kept, kept.label_column(place.path.name, table.column_names), place.path.name)
+    column = kept.label_column(place.path.name, table.column_names)
+    return arrow_bytes(table, kept.numbered(_class_names(table).get(column, ())), column, place.path.name)
 
 
 PREFIX = "hf:"
@@ -188,7 +199,6 @@ def dataset_frame(dataset: Any, name: str, folder: Path | None = None) -> Frame:
 
 def write_hub(place: Place, kept: Kept) -> bytes:
     """The rows as Parquet."""
-    kept.require_suffix(place.source, ".parquet")
     dataset = _load(place.source)
     column = kept.label_column(place.path.name, dataset.column_names)
     names = (getattr(dataset.features[column], "names", None) or ()) if column else ()

@@ -10,11 +10,10 @@ import unicodedata
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from decimal import Decimal
-from typing import Any
 
 from hyperkron.cleaning.data.encoding import TableEncoding
 from hyperkron.cleaning.data.files import listing, np, several
-from hyperkron.cleaning.data.labelled import Labelled, Raw
+from hyperkron.cleaning.data.labelled import Labelled, Raw, ReadRows
 from hyperkron.cleaning.data.values import (
     Array,
     Columns,
@@ -52,14 +51,14 @@ def usable(raw: Raw) -> Raw:
         silent, unlabelled = unlabelled, unlabelled & (False if raw.trusted is None else raw.trusted)
         if count := int((silent & ~unlabelled).sum()):
             about = f"{several(count, 'row')} without any vote {'is' if count == 1 else 'are'} unlabelled"
-            raw = raw.noting(f"{raw.name}: {about}: never a suspect, but with a suggested label.")
+            raw = raw.noting(f"{raw.source}: {about}: never a suspect, but with a suggested label.")
     blank = _blank(raw) & ~unlabelled
     for mask, what in ((unlabelled, "label"), (blank, "text" if raw.kind == "text" else "feature")):
         if count := int(mask.sum()):
             about = f"{several(count, 'row')} without a {what} {_were(count)} left out"
-            raw = raw.noting(f"{raw.name}: {about}: rows {listing(raw.rows[mask].tolist())}.")
+            raw = raw.noting(f"{raw.source}: {about}: rows {listing(raw.rows[mask].tolist())}.")
     if (unlabelled | blank).all():
-        raise HyperkronError(f"{raw.name} has no usable row left: {' '.join(raw.messages) or 'it is empty.'}")
+        raise HyperkronError(f"{raw.source} has no usable row left: {' '.join(raw.messages) or 'it is empty.'}")
     return raw.without(unlabelled, "no label").without(blank[~unlabelled], "no input")
 
 
@@ -79,9 +78,9 @@ def known_only(raw: Raw, classes: tuple[str, ...]) -> Raw:
         return raw
     names = listing(map(repr, sorted({str(name) for name in raw.labels if name not in classes})))
     if unknown.all():
-        raise HyperkronError(f"{raw.name}: all labels are unknown ({names}); known: {listing(classes)}.")
+        raise HyperkronError(f"{raw.source}: all labels are unknown ({names}); known: {listing(classes)}.")
     where = listing(raw.rows[unknown].tolist())
-    note = f"{raw.name}: rows with labels unknown in training were left out ({names}): rows {where}."
+    note = f"{raw.source}: rows with labels unknown in training were left out ({names}): rows {where}."
     return raw.without(unknown, "label unknown in training").noting(note)
 
 
@@ -89,11 +88,11 @@ def refuse_other_kind(raw: Raw, kind: str, shape: tuple[int, ...] | None, other:
     """Refuse inputs that do not fit those of another source."""
     if raw.kind != kind:
         raise HyperkronError(
-            f"{raw.name} holds {raw.kind} inputs but {other} holds {kind} inputs; both must be of one kind."
+            f"{raw.source} holds {raw.kind} inputs but {other} holds {kind} inputs; both must be of one kind."
         )
     if raw.kind == "image" and shape is not None and raw.shape != shape:
         raise HyperkronError(
-            f"{raw.name} holds images of shape {raw.shape} but {other} of shape {shape}; scale them to one shape."
+            f"{raw.source} holds images of shape {raw.shape} but {other} of shape {shape}; scale them to one shape."
         )
 
 
@@ -101,7 +100,7 @@ def refuse_other_columns(raw: Raw, names: Iterable[str], other: str) -> None:
     """Refuse a table that lacks columns of another one."""
     if absent := [name for name in names if name not in raw.columns]:
         raise HyperkronError(
-            f"{raw.name} lacks the columns {listing(map(repr, absent))} of {other}; it has "
+            f"{raw.source} lacks the columns {listing(map(repr, absent))} of {other}; it has "
             f"{listing(map(repr, raw.columns))}. Give both the same columns, or both as arrays without names."
         )
 
@@ -140,14 +139,14 @@ def duplicate_notes(raw: Raw, of: Iterable[Hashable]) -> list[str]:
     extra = sum(len(group) - 1 for group in repeated)
     same = listing(f"{rows[group[0]]} = {rows[group[1]]}" for group in repeated)
     repeat, stay = ("repeats", "stays") if extra == 1 else ("repeat", "stay")
-    notes = [f"{raw.name}: {several(extra, 'row')} {repeat} the input of an earlier one and {stay}: rows {same}."]
+    notes = [f"{raw.source}: {several(extra, 'row')} {repeat} the input of an earlier one and {stay}: rows {same}."]
     conflicting = [group for group in repeated if len({raw.labels[i] for i in group}) > 1]
     if conflicting:
         first = ({raw.labels[i]: rows[i] for i in reversed(group)} for group in conflicting)
         ranked = (sorted((row, repr(name)) for name, row in labels.items())[:4] for labels in first)
         shown = listing(" / ".join(f"{row} {name}" for row, name in pairs) for pairs in ranked)
         notes.append(
-            f"{raw.name}: {several(len(conflicting), 'input')} with conflicting labels, which cannot all be right: "
+            f"{raw.source}: {several(len(conflicting), 'input')} with conflicting labels, which cannot all be right: "
             f"rows {shown}."
         )
     return notes
@@ -158,14 +157,14 @@ def without_overlap(train: Raw, trusted: Raw, keep: bool, shared: Array) -> Raw:
     count = int(shared.sum())
     if not count:
         return train
-    about = f"{train.name}: {several(count, 'training row')} also in the trusted set ({trusted.name})"
+    about = f"{train.source}: {several(count, 'training row')} also in the trusted set ({trusted.source})"
     where = listing(train.rows[shared].tolist())
     if keep:
         return train.noting(f"{about}, kept as keep_overlap=True asks: rows {where}.")
     if shared.all():
         raise HyperkronError(
-            f"every row of {train.name} is also in the trusted set ({trusted.name}), so nothing is left to clean; give "
-            "another trusted set."
+            f"every row of {train.source} is also in the trusted set ({trusted.source}), so nothing is left to clean; "
+            "give another trusted set."
         )
     rest = train.without(shared, "also in the trusted set")
     return rest.noting(f"{about} {_were(count)} removed from training: rows {where}.")
@@ -192,13 +191,14 @@ def class_list(*parts: Raw) -> tuple[str, ...]:
     """One list for all: in the order the sources give, else sorted; refused where it makes no sense."""
     found = {name for raw in parts for name in (*raw.labels, *raw.answers) if name is not None}
     given = list(dict.fromkeys(name for raw in parts for name in raw.classes))
-    where = parts[0].name
+    where = parts[0].source
     trained = {*parts[0].labels, *parts[0].answers} - {None}
     if len(trained) < 2:
         of_these = ", in every training row" if len(found) > 1 else ""
+        told = " ".join(message for message in parts[0].messages if "label" in message)
         raise HyperkronError(
             f"{where} has a single class, {next(iter(trained or found), None)!r}{of_these}; at least two are needed. "
-            "Check label=... ."
+            f"Check label=... . {told}".rstrip()
         )
     if parts[0].votes is not None and "-1" in found:
         raise HyperkronError(
@@ -219,12 +219,14 @@ def class_notes(train: Raw, trusted: Raw, classes: tuple[str, ...]) -> list[str]
     ours, theirs = Counter(name for name in train.labels if name is not None), Counter(trusted.labels)
     if not set(ours) & set(theirs):
         shown = " against ".join(listing(repr(name) for name in sorted(map(str, count))) for count in (ours, theirs))
-        raise HyperkronError(f"{train.name} and {trusted.name} share no label: {shown}. Use the same spelling in both.")
+        raise HyperkronError(
+            f"{train.source} and {trusted.source} share no label: {shown}. Use the same spelling in both."
+        )
     notes = []
     absent = [f"{name!r} ({several(ours[name], 'training row')})" for name in classes if not theirs[name]]
     if absent:
         notes.append(
-            f"{trusted.name}: {several(len(absent), 'class')} absent from the trusted set: {listing(absent)}. No "
+            f"{trusted.source}: {several(len(absent), 'class')} absent from the trusted set: {listing(absent)}. No "
             "trusted row shows what they look like: only the training labels tell, and no accuracy is known; add a few "
             "of each."
         )
@@ -235,15 +237,15 @@ def class_notes(train: Raw, trusted: Raw, classes: tuple[str, ...]) -> list[str]
     for name in only:
         if same := [other for other in alike[_spelling(name)] if not theirs[other]]:
             raise HyperkronError(
-                f"the label {same[0]!r} of {train.name} is written {name!r} in {trusted.name}; use one spelling in "
+                f"the label {same[0]!r} of {train.source} is written {name!r} in {trusted.source}; use one spelling in "
                 "both, or other names if they are two classes."
             )
     unknown = [f"{name!r} ({several(theirs[name], 'trusted row')})" for name in only]
     if unknown:
-        notes.append(f"{train.name}: labels unknown in training, only in the trusted set: {listing(unknown)}.")
+        notes.append(f"{train.source}: labels unknown in training, only in the trusted set: {listing(unknown)}.")
     for group in (group for group in alike.values() if len(group) > 1):
         notes.append(
-            f"{train.name}: the labels {listing(map(repr, group))} differ only in how they are written and are taken "
+            f"{train.source}: the labels {listing(map(repr, group))} differ only in how they are written and are taken "
             "as different classes; use one spelling if they are the same class."
         )
     return notes
@@ -286,7 +288,7 @@ def number_notes(raw: Raw) -> list[str]:
             continue
         if len(np.unique(numbers)) == len(numbers) and (_IDENTIFIES.search(name) or (np.diff(numbers) == 1).all()):
             found.append(
-                f"{raw.name}: column {name!r} looks like a number that identifies rows: all {len(numbers)} values "
+                f"{raw.source}: column {name!r} looks like a number that identifies rows: all {len(numbers)} values "
                 f"differ. If so, pass id=[{name!r}], so that nothing is learnt from it."
             )
     return found
@@ -297,8 +299,8 @@ def leak_notes(raw: Raw) -> list[str]:
     counts = Counter(name for name in raw.labels if name is not None)
     shares = {name: count / counts.total() for name, count in counts.items()}
     return [
-        f"{raw.name}: column {name!r} tells the label of every row, and so repeats wrong ones. If it was made from the "
-        f"labels, pass id=[{name!r}], so that nothing is learnt from it."
+        f"{raw.source}: column {name!r} tells the label of every row, and so repeats wrong ones. If it was made from "
+        f"the labels, pass id=[{name!r}], so that nothing is learnt from it."
         for name, values in raw.columns.items()
         if _tells(cells(values), raw.labels, shares)
     ]
@@ -325,15 +327,15 @@ def label_notes(raw: Raw) -> list[str]:
     if merged:
         shown = listing(f"{name!r} ({several(counts[name], 'row')})" for name in merged)
         notes.append(
-            f"{raw.name}: {shown} look like several labels in one cell; each is taken as a class of its own. A row can "
-            "have one label here: split such rows, or keep the main label."
+            f"{raw.source}: {shown} look like several labels in one cell; each is taken as a class of its own. A row "
+            "can have one label here: split such rows, or keep the main label."
         )
     for name in sorted(name for name, count in counts.items() if count <= 2 and name not in merged and len(name) > 3):
         larger = [other for other in counts if counts[other] >= 5 * counts[name] and not _SEVERAL.search(other)]
         near = difflib.get_close_matches(name, larger, 1, 0.8)
         if near and near[0].lower() != name.lower() and not any(map(str.isdigit, name)):
             notes.append(
-                f"{raw.name}: the label {name!r} ({several(counts[name], 'row')}) looks like a misspelling of "
+                f"{raw.source}: the label {name!r} ({several(counts[name], 'row')}) looks like a misspelling of "
                 f"{near[0]!r}; it is taken as a class of its own. Correct it if it is one."
             )
     return notes
@@ -348,15 +350,15 @@ def _value_notes(raw: Raw, encoding: TableEncoding) -> list[str]:
     gappy = [f"{name!r} ({count})" for name, values in raw.columns.items() if (count := int(gaps(values).sum()))]
     if gappy:
         notes.append(
-            f"{raw.name}: missing values in {several(len(gappy), 'column')}: {listing(gappy, 8)}. Numbers get the "
+            f"{raw.source}: missing values in {several(len(gappy), 'column')}: {listing(gappy, 8)}. Numbers get the "
             "training mean, categories no value; where training rows have gaps too, an input of its own says so."
         )
-    return notes + [f"{raw.name}: {note}" for note in encoding.extremes(raw.columns)]
+    return notes + [f"{raw.source}: {note}" for note in encoding.extremes(raw.columns)]
 
 
 def surprise_notes(raw: Raw, encoding: TableEncoding | None) -> list[str]:
     """What a table other than the training rows holds that their encoding has no input for."""
-    return [f"{raw.name}: {note}" for note in ([] if encoding is None else encoding.surprises(raw.columns))]
+    return [f"{raw.source}: {note}" for note in ([] if encoding is None else encoding.surprises(raw.columns))]
 
 
 def labelled(raw: Raw, classes: tuple[str, ...], encoding: TableEncoding | None, notes: Iterable[str] = ()) -> Labelled:
@@ -366,23 +368,13 @@ def labelled(raw: Raw, classes: tuple[str, ...], encoding: TableEncoding | None,
     def numbered(names: list[str | None]) -> Array:
         return np.array([number.get(name, -1) for name in names], dtype=np.int64)
 
-    inputs: Any = raw.inputs
+    found = {name: getattr(raw, name) for name in ReadRows.__dataclass_fields__}
     if encoding is not None:
-        inputs, notes = encoding.matrix(raw.columns), (*notes, *_value_notes(raw, encoding))
-    return Labelled(
-        kind=raw.kind,
-        inputs=inputs,
-        labels=numbered(raw.labels),
-        classes=classes,
-        rows=raw.rows.astype(np.int64),
-        messages=(*raw.messages, *notes),
-        votes=None if raw.votes is None else numbered([*raw.answers, None])[raw.votes],
-        annotators=raw.annotators,
-        gold=None if raw.gold is None else numbered(raw.gold),
-        encoding=encoding,
-        source=raw.name,
-        left_out={why: rows.astype(np.int64) for why, rows in raw.left_out.items()},
-        ids=raw.ids,
-        roles=raw.roles,
-        written={} if encoding is None else encoding.unknown_names(raw.columns),
-    )
+        found |= {"inputs": encoding.matrix(raw.columns), "written": encoding.unknown_names(raw.columns)}
+        notes = (*notes, *_value_notes(raw, encoding))
+    if raw.votes is not None:
+        found["votes"] = numbered([*raw.answers, None])[raw.votes]
+    if raw.gold is not None:
+        found["gold"] = numbered(raw.gold)
+    found |= {"labels": numbered(raw.labels), "classes": classes, "messages": (*raw.messages, *notes)}
+    return Labelled(**found, encoding=encoding)

@@ -62,6 +62,9 @@ def export_rows(
         raise HyperkronError(f"out={str(out)!r} is the source itself; choose another name.")
     if out.exists() and not overwrite:
         raise HyperkronError(f"out={str(out)!r} exists already; choose another name, or pass overwrite=True.")
+    if not out.name.lower().endswith(form.suffixes):
+        told = f"rows of {place.path.name} are written as {' or '.join(form.suffixes)}; name it so."
+        raise HyperkronError(f"out={str(out)!r}: {told}")
     content = form.write(place, kept)
     content = gzip.compress(content, mtime=0) if out.name.lower().endswith(".gz") else content
     put(out, content, parents=True)

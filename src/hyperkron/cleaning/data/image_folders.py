@@ -87,7 +87,6 @@ def folder_hashes(place: Place) -> RowHashes:
 def write_class_folder(place: Place, kept: Kept) -> bytes:
     """A CSV list of the files, or an ``.npz`` of the pictures."""
     name = place.path.name
-    kept.require_suffix(name, ".csv", ".npz")
     if kept.out.suffix.lower() == ".npz":
         return pictures_npz(read_class_folder(place), kept)
     files = class_files(place.path, place.part)

@@ -91,12 +91,10 @@ def read_json_rows(place: Place) -> Frame:
 
 def write_json(place: Place, kept: Kept) -> bytes:
     """Lines keep the very text of every row whose label stays."""
-    name, as_list = place.path.name, _is_list(place.path)
-    kept.require_suffix(name, *((".json",) if as_list else (".jsonl", ".ndjson", ".jsonl.gz")))
-    records = _records(place)
+    name, records = place.path.name, _records(place)
     column = kept.label_column(name, _names(records))
     kept = kept.like([value.get(column) for value, _ in records]) if column else kept
-    if not as_list:
+    if not _is_list(place.path):
         return encoded(lines_of(records, kept, column, name), place.path, place.options)
     values = [kept.relabelled(row, records[row][0], column) for row in kept.within(len(records), name)]
     return encoded(json.dumps(values, ensure_ascii=False, indent=1) + "\n", place.path, place.options)

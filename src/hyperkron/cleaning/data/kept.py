@@ -55,13 +55,6 @@ class Kept:
         new = {row: name for row, name in given if name is not None}
         return cls(sorted(rows), new, out, *more)
 
-    def require_suffix(self, source: str, *suffixes: str) -> None:
-        """Refuse a name of the file that does not say its format."""
-        if not self.out.name.lower().endswith(suffixes):
-            raise HyperkronError(
-                f"out={str(self.out)!r}: rows of {source} are written as {' or '.join(suffixes)}; name it so."
-            )
-
     def within(self, count: int, name: str) -> list[int]:
         """The rows, if the source has them all."""
         outside = [row for row in self.rows if not 0 <= row < count]

@@ -16,7 +16,7 @@ from hyperkron.solution import HyperkronError
 Kind: TypeAlias = Literal["text", "table", "image"]
 SILENT = -1
 """In place of a class, where a source does not vote."""
-R = TypeVar("R", bound="_Rows")
+R = TypeVar("R", bound="ReadRows")
 
 
 @dataclass(frozen=True)
@@ -122,12 +122,23 @@ def pick(values: Any, at: Array) -> Any:
     return None if values is None else values[at]
 
 
-class _Rows:
-    """What :class:`Raw` and :class:`Labelled` rows share."""
+@dataclass(frozen=True, eq=False)
+class ReadRows:
+    """What :class:`Raw` and :class:`Labelled` rows share; the attributes are those of :class:`Labelled`."""
 
+    source: str
     kind: Kind
     inputs: Any
     labels: Any
+    rows: Array
+    messages: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()
+    votes: Array | None = None
+    annotators: tuple[str, ...] = ()
+    gold: Any = None
+    left_out: Mapping[str, Array] = field(default_factory=dict)
+    ids: Columns = field(default_factory=dict)
+    roles: Roles = Roles()
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -141,33 +152,20 @@ class _Rows:
         """Some of the rows, by their positions here, in that order."""
         at = np.asarray(positions, dtype="int64")
         per_row = {"inputs", "labels", "rows", "trusted", "votes", "gold", "ids", "written"} & vars(self).keys()
-        found: R = replace(self, **{name: pick(getattr(self, name), at) for name in per_row})  # type: ignore[type-var]
+        found: R = replace(self, **{name: pick(getattr(self, name), at) for name in per_row})
         return found
 
 
 @dataclass(frozen=True, eq=False)
-class Raw(_Rows):
+class Raw(ReadRows):
     """One source as read, before labels became numbers: what the checks of ``checks.py`` work on.
 
-    The attributes are those of :class:`Labelled`; ``trusted`` says which rows a column flags, and ``votes`` are
-    positions in ``answers``.
+    ``labels`` and ``gold`` are names, ``inputs`` of a table are its columns, and ``classes`` are the names that the
+    source lists, if it does. ``trusted`` says which rows a column flags, and ``votes`` are positions in ``answers``.
     """
 
-    name: str
-    kind: Kind
-    inputs: list[str] | Array | Columns
-    labels: list[str | None]
-    rows: Array
-    messages: tuple[str, ...] = ()
     trusted: Array | None = None
-    votes: Array | None = None
     answers: tuple[str, ...] = ()
-    annotators: tuple[str, ...] = ()
-    gold: list[str | None] | None = None
-    classes: tuple[str, ...] = ()
-    left_out: Mapping[str, Array] = field(default_factory=dict)
-    ids: Columns = field(default_factory=dict)
-    roles: Roles = Roles()
 
     @property
     def columns(self) -> Columns:
@@ -187,7 +185,7 @@ class Raw(_Rows):
 
 
 @dataclass(frozen=True, eq=False)
-class Labelled(_Rows):
+class Labelled(ReadRows):
     """Rows with labels, ready for a model.
 
     Attributes:
@@ -215,20 +213,9 @@ class Labelled(_Rows):
         (('+', '-'), [0, 1, 0], [0, 1])
     """
 
-    kind: Kind
     inputs: list[str] | Array
     labels: Array
-    classes: tuple[str, ...]
-    rows: Array
-    messages: tuple[str, ...] = ()
-    votes: Array | None = None
-    annotators: tuple[str, ...] = ()
-    gold: Array | None = None
     encoding: TableEncoding | None = None
-    source: str = ""
-    left_out: Mapping[str, Array] = field(default_factory=dict)
-    ids: Columns = field(default_factory=dict)
-    roles: Roles = Roles()
     written: Columns = field(default_factory=dict)
 
     def counts(self) -> list[int]:

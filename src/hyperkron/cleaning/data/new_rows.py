@@ -103,10 +103,11 @@ class InputForm:
                     f"rows={rows!r:.80} is not a path that exists; give a single text as a list, [text]."
                 )
             return _open_path(rows, options, self.shape)
-        if isinstance(rows, Mapping) and set(rows) & {"x", "y"} == {"x"}:
+        by_name = self.roles.features is not None  # a column may be called x, or y
+        if isinstance(rows, Mapping) and not by_name and set(rows) & {"x", "y"} == {"x"}:
             rows = rows["x"]
         if isinstance(rows, Mapping) or hasattr(rows, "columns") or hasattr(rows, "column_names"):
-            named = in_memory(rows, "rows")
+            named = in_memory(rows, "rows", columns=by_name)
             if not self._positional(named):
                 return named
             rows = np.asarray(rows)
@@ -114,7 +115,7 @@ class InputForm:
             raise HyperkronError(f"rows is a {type(rows).__name__}; {_FORMS}.")
         if self.kind == "text":
             return Raw("rows", "text", _texts(rows), [None] * len(rows), np.arange(len(rows)))
-        found = arrays.dense(rows, "rows")
+        found = arrays.as_array(rows, "rows: x")
         if found.dtype.kind not in "fiub":
             raise HyperkronError(f"rows is a {type(rows).__name__} of type {found.dtype}, not of numbers; {_FORMS}.")
         names = () if self.encoding is None else self.encoding.names
@@ -134,9 +135,9 @@ class InputForm:
         inputs: Any = raw.inputs
         notes: list[str] = []
         if self.encoding is not None and tuple(raw.columns) == self.encoding.names:
-            inputs = self.encoding.less_offsets(np.stack(list(raw.columns.values()), axis=1), raw.name)
+            inputs = self.encoding.less_offsets(np.stack(list(raw.columns.values()), axis=1), raw.source)
         elif self.encoding is not None:
-            inputs, notes = self._matrix(raw.columns, raw.name)
+            inputs, notes = self._matrix(raw.columns, raw.source)
         count = len(raw.rows) + sum(map(len, raw.left_out.values()))
         known = {name: dict(zip(raw.rows.tolist(), cells(values), strict=True)) for name, values in raw.ids.items()}
         ids = {name: [values.get(row, "") for row in range(count)] for name, values in known.items()}

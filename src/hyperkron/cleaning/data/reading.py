@@ -12,7 +12,7 @@ from hyperkron.cleaning.data.encoding import TableEncoding
 from hyperkron.cleaning.data.files import np
 from hyperkron.cleaning.data.labelled import Labelled, Raw, Roles
 from hyperkron.cleaning.data.limits import ReadOptions
-from hyperkron.cleaning.data.roles import frame_rows
+from hyperkron.cleaning.data.roles import class_name, frame_rows
 from hyperkron.cleaning.data.sources import Source, in_memory, locate, own_trusted, without_columns
 from hyperkron.solution import HyperkronError
 
@@ -37,7 +37,7 @@ def _load(
         named = asked.given("text", "image", "features", "trusted_column", "id", "annotator", "annotators")
         if named:
             raise HyperkronError(
-                f"{' and '.join(named)}: {opened.name} has no columns; give a table that has them, or leave it out."
+                f"{' and '.join(named)}: {opened.source} has no columns; give a table that has them, or leave it out."
             )
         return checks.usable(opened)
     return checks.usable(frame_rows(opened, asked, options, shape))
@@ -53,7 +53,7 @@ def _encoding(train: Raw, options: ReadOptions) -> tuple[TableEncoding | None, l
     if train.kind != "table":
         return None, []
     encoding, notes = TableEncoding.fit(train.columns, options.max_categories)
-    return encoding, [f"{train.name}: {note}" for note in notes]
+    return encoding, [f"{train.source}: {note}" for note in notes]
 
 
 def read(
@@ -159,17 +159,18 @@ def read_pair(
         named = asked.label if asked.annotators else ours.roles.label or asked.label
         single = replace(ours.roles, label=named, annotator=None, annotators=())
         theirs = _load(trusted, "trusted", single, options, ours.shape, gold=True)
-        checks.refuse_other_kind(theirs, ours.kind, ours.shape, ours.name)
+        checks.refuse_other_kind(theirs, ours.kind, ours.shape, ours.source)
     return _pair(ours, theirs, options)
 
 
 def _pair(train: Raw, trusted: Raw, options: ReadOptions) -> tuple[Labelled, Labelled]:
+    train, trusted = _with_names(train, trusted.classes), _with_names(trusted, train.classes)
     if len(train.columns) != len(trusted.columns):
         raise HyperkronError(
-            f"{train.name} has {len(train.columns)} columns but {trusted.name} has {len(trusted.columns)}; give both "
-            "the same columns."
+            f"{train.source} has {len(train.columns)} columns but {trusted.source} has {len(trusted.columns)}; give "
+            "both the same columns."
         )
-    checks.refuse_other_columns(trusted, train.columns, train.name)
+    checks.refuse_other_columns(trusted, train.columns, train.source)
     numeric = checks.numeric_columns(train, trusted)
     ours, theirs = (checks.keys(raw, numeric) for raw in (train, trusted))
     known = set(theirs)
@@ -186,12 +187,21 @@ def _pair(train: Raw, trusted: Raw, options: ReadOptions) -> tuple[Labelled, Lab
     return checks.labelled(train, classes, encoding, notes), checks.labelled(trusted, classes, encoding, others)
 
 
+def _with_names(raw: Raw, classes: tuple[str, ...]) -> Raw:
+    """The rows with names in place of the numbers of classes, where only another source has their names."""
+    if not classes or raw.classes or raw.votes is not None or set(raw.labels) & set(classes):
+        return raw
+    return replace(raw, labels=[class_name(name, classes) for name in raw.labels])
+
+
 def _by_flag(raw: Raw, column: str) -> tuple[Raw, Raw]:
     """The rows that a column does not flag as trusted, and those that it does."""
     assert raw.trusted is not None
     count = int(raw.trusted.sum())
     if count in (0, len(raw)):
         what = "none" if count == 0 else "every one"
-        raise HyperkronError(f"trusted_column={column!r} flags {what} of the {len(raw)} rows of {raw.name}; flag some.")
+        raise HyperkronError(
+            f"trusted_column={column!r} flags {what} of the {len(raw)} rows of {raw.source}; flag some."
+        )
     chosen = replace(raw.take(np.flatnonzero(raw.trusted)), votes=None, answers=(), annotators=())
-    return raw.without(raw.trusted, "trusted"), replace(chosen, name=f"{raw.name}[{column}]", messages=())
+    return raw.without(raw.trusted, "trusted"), replace(chosen, source=f"{raw.source}[{column}]", messages=())

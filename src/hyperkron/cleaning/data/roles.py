@@ -204,8 +204,8 @@ def frame_rows(frame: Frame, asked: Roles, options: ReadOptions, shape: tuple[in
         if absent := sorted(map(repr, filter(is_missing, texts))):
             told = f"label={label!r} holds {listing(absent)}, taken as no label; rename it if it is a class."
             notes = [*notes, f"{frame.name}: {told}"]
-    if classes:
-        labels = [_class_name(name, classes) for name in labels]
+    if classes:  # -1 is how Hugging Face writes a label that is not known
+        labels = [None if name == "-1" else class_name(name, classes) for name in labels]
     kind: Kind = "text" if found.text is not None else "image" if found.features is None else "table"
     inputs, broken, seen = column_inputs(frame, found, options, shape)
     messages = (*frame.messages, *seen, *notes)
@@ -217,7 +217,7 @@ def frame_rows(frame: Frame, asked: Roles, options: ReadOptions, shape: tuple[in
         labels,
         rows,
         messages,
-        trusted,
+        trusted=trusted,
         classes=classes,
         left_out=left_out,
         ids=ids,
@@ -227,9 +227,8 @@ def frame_rows(frame: Frame, asked: Roles, options: ReadOptions, shape: tuple[in
     return raw.without(broken, "unreadable image")
 
 
-def _class_name(name: str | None, classes: tuple[str, ...]) -> str | None:
-    if name == "-1":  # how Hugging Face writes a label that is not known
-        return None
+def class_name(name: str | None, classes: tuple[str, ...]) -> str | None:
+    """The name of the class of a number; any other text is a name already."""
     return classes[int(name)] if name and name.isdecimal() and int(name) < len(classes) else name
 
 

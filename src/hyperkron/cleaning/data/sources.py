@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -22,38 +23,42 @@ Source: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any]"
 
 
 class Form(NamedTuple):
-    """How a source of one form is read (as rows or as columns), written with some of its rows, and hashed."""
+    """How a source of one form is read (as rows or as columns), written with some of its rows, and hashed.
+
+    The name of a file that it is written to ends in one of ``suffixes``.
+    """
 
     read: Callable[[Place], Raw | Frame]
     write: Callable[[Place, Kept], bytes]
+    suffixes: tuple[str, ...]
     hashes: Callable[[Place], RowHashes] | None = None
 
 
 def _pictures(read: Callable[[Place], Raw]) -> Form:
     """Pictures that are written as ``.npz``."""
-
-    def write(place: Place, kept: Kept) -> bytes:
-        kept.require_suffix(place.path.name, ".npz")
-        return arrays.pictures_npz(read(place), kept)
-
-    return Form(read, write)
+    return Form(read, lambda place, kept: arrays.pictures_npz(read(place), kept), (".npz",))
 
 
-_CSV = Form(spreadsheets.read_csv, spreadsheets.write_csv)
-_JSON = Form(json_files.read_json_rows, json_files.write_json)
-_EXCEL = Form(spreadsheets.read_excel, spreadsheets.write_excel)
-_PARQUET = Form(arrow.read_parquet, arrow.write_parquet)
-_HUB = Form(arrow.read_hub, arrow.write_hub)
-_NPZ = Form(arrays.read_npz_rows, arrays.write_npz)
-_WRENCH = Form(wrench.read_wrench, wrench.write_wrench)
-_FOLDER = Form(image_folders.read_class_folder, image_folders.write_class_folder, image_folders.folder_hashes)
+_CSV = Form(spreadsheets.read_csv, spreadsheets.write_csv, (".csv", ".tsv", ".tab", ".csv.gz", ".tsv.gz"))
+_JSON = Form(json_files.read_json_rows, json_files.write_json, (".json",))
+_LINES = Form(json_files.read_json_rows, json_files.write_json, (".jsonl", ".ndjson", ".jsonl.gz"))
+_EXCEL = Form(spreadsheets.read_excel, spreadsheets.write_excel, (".csv",))
+_PARQUET = Form(arrow.read_parquet, arrow.write_parquet, (".parquet", ".pq"))
+_HUB = Form(arrow.read_hub, arrow.write_hub, (".parquet",))
+_NPZ = Form(arrays.read_npz_rows, arrays.write_npz, (".npz",))
+_WRENCH = Form(wrench.read_wrench, wrench.write_wrench, (".json",))
+_WRENCH_LINES = Form(wrench.read_wrench, wrench.write_wrench, (".jsonl", ".jsonl.gz"))
+_FOLDER = Form(
+    image_folders.read_class_folder, image_folders.write_class_folder, (".npz", ".csv"), image_folders.folder_hashes
+)
 _IDX, _CIFAR, _SHEETS = map(_pictures, (arrays.read_idx_rows, arrays.read_cifar, image_folders.read_sheets))
 
 _PART = re.compile(r"(?P<path>.+):(?P<part>[A-Za-z]\w*)")
 _SHEET = re.compile(r"(?P<path>.+\.xls[xm]?):(?P<part>.+)", re.IGNORECASE)
 _SUFFIXES = (
     (_CSV, ".csv .tsv .tab"),
-    (_JSON, ".jsonl .ndjson .json"),
+    (_JSON, ".json"),
+    (_LINES, ".jsonl .ndjson"),
     (_PARQUET, ".parquet .pq"),
     (_EXCEL, ".xlsx .xlsm .xls"),
     (_NPZ, ".npz"),
@@ -74,11 +79,24 @@ def split_source(source: str) -> tuple[Path, str | None]:
     return Path(match["path"]), match["part"]
 
 
+def _suffix(path: Path) -> str:
+    return Path(path.name.lower().removesuffix(".gz")).suffix
+
+
+def suffix_written(source: str) -> str:
+    """What the name of a file with rows of a source may end in: as its own name does, where that is possible."""
+    path = split_source(source)[0]
+    form = _HUB if source.startswith(arrow.PREFIX) else _FORMS.get(_suffix(path), _NPZ)
+    with suppress(HyperkronError, OSError):
+        form = _form_of_folder(path) if path.is_dir() else form
+    return _suffix(path) if _suffix(path) in form.suffixes else form.suffixes[0]
+
+
 def _form_of(path: Path) -> Form:
     """The form of what lies at a path."""
     if path.is_dir():
         return _form_of_folder(path)
-    suffix = Path(path.name.lower().removesuffix(".gz")).suffix
+    suffix = _suffix(path)
     if suffix in _FORMS:
         return _FORMS[suffix]
     if suffix == ".npy":
@@ -111,7 +129,7 @@ def _form_of_folder(path: Path) -> Form:
     if (path / "labels.npz").is_file() and any_file("train_*.webp", "test.webp"):
         return _SHEETS
     if any_file("train.json", "train.jsonl", "train.jsonl.gz"):
-        return _WRENCH
+        return _WRENCH if any_file("train.json") else _WRENCH_LINES
     if any(entry.is_dir() for entry in path.iterdir()):
         return _FOLDER
     there = listing(sorted(entry.name for entry in path.iterdir())) or "nothing"
@@ -130,7 +148,7 @@ def locate(
     if part is not None and named is not None:
         raise HyperkronError(f"part={part!r} is given, and {argument}={text!r} names the part {named!r} too.")
     form, part = _form_of(existing(path, argument)), part or named
-    if part is not None and form in (_CSV, _JSON, _PARQUET):
+    if part is not None and form in (_CSV, _JSON, _LINES, _PARQUET):
         raise HyperkronError(f"{argument}={text!r} names the part {part!r}, but {path.name} has no parts.")
     return form, Place(argument, text, path, part, options, **more)
 
@@ -143,7 +161,7 @@ def own_trusted(train: Any) -> str | None:
     if part not in (None, "train") or not existing(path, "train").is_dir():
         return None
     form = _form_of(path)
-    if form is _WRENCH:
+    if form in (_WRENCH, _WRENCH_LINES):
         return f"{path}:valid"
     inner = [name for name in ("trusted", "valid", "val") if (path / name).is_dir()]
     return f"{path}:{inner[0]}" if form is _FOLDER and inner and (path / "train").is_dir() else None
@@ -158,8 +176,8 @@ def without_columns(source: Any) -> bool:
     return isinstance(source, Mapping) and {"x", "y"} <= names <= {"x", "y", "classes"}
 
 
-def in_memory(source: Any, argument: str) -> Raw | Frame:
-    """The rows of a dictionary of arrays, or the columns of a dictionary or a DataFrame."""
+def in_memory(source: Any, argument: str, columns: bool = False) -> Raw | Frame:
+    """The rows of a dictionary of arrays, or the ``columns`` (of any names) of a dictionary or a DataFrame."""
     if isinstance(source, Mapping) and set(source) == {"x", "y"} and hasattr(source["x"], "column_names"):
         raise HyperkronError(
             f"{argument} is a Dataset and labels apart from it; put them in: dataset.add_column('label', labels)."
@@ -179,15 +197,15 @@ def in_memory(source: Any, argument: str) -> Raw | Frame:
             f"{argument} is a {type(source).__name__}; it must be a path, a dictionary of arrays or columns, or a "
             f"pandas DataFrame.{remedy}"
         )
-    if without_columns(source):
+    if not columns and without_columns(source):
         classes = tuple(str(name) for name in source.get("classes", ()))
         return arrays.array_rows(source["x"], source["y"], argument, classes)
     spreadsheets.refuse_repeated(map(str, source), argument)
-    columns = {str(name): _column(source[name]) for name in source}
-    lengths = {name: len(values) for name, values in columns.items()}
+    found = {str(name): _column(source[name]) for name in source}
+    lengths = {name: len(values) for name, values in found.items()}
     if len(set(lengths.values())) > 1:
         raise HyperkronError(f"the columns of {argument} have different lengths: {lengths}.")
-    return Frame(argument, columns)
+    return Frame(argument, found)
 
 
 def _column(values: Any) -> Values:

@@ -155,7 +155,6 @@ def read_csv(place: Place) -> Frame:
 def write_csv(place: Place, kept: Kept) -> bytes:
     """The very text of every row whose label stays."""
     path, options = place.path, place.options
-    kept.require_suffix(path.name, ".csv", ".tsv", ".tab", ".csv.gz", ".tsv.gz")
     file = _open(path, options, texts=True)
     end = next((end for end in ("\r\n", "\r") if file.head.endswith(end)), "\n")
     at = file.header.index(kept.label_column(path.name, file.header)) if kept.labels else -1
@@ -245,7 +244,6 @@ def _formula_notes(place: Place, found: Any) -> list[str]:
 
 def write_excel(place: Place, kept: Kept) -> bytes:
     """The rows as CSV."""
-    kept.require_suffix(place.path.name, ".csv")
     frame = read_excel(place)
     header = list(frame.columns)
     column = kept.label_column(place.name, header)

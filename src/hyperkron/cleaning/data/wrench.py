@@ -100,7 +100,7 @@ def _voted(raw: Raw, votes: Array, abstain: str) -> Raw:
     silent = (votes == SILENT).all(axis=1)
     if silent.any() and abstain != "unlabelled":
         fate = f"go to the first class, {raw.classes[0]!r}" if abstain == "first" else "are left out"
-        raw = raw.noting(f"{raw.name}: {several(int(silent.sum()), 'row')} without any vote {fate}.")
+        raw = raw.noting(f"{raw.source}: {several(int(silent.sum()), 'row')} without any vote {fate}.")
     if abstain == "first":
         return replace(raw, labels=[raw.classes[max(k, 0)] for k in majority_vote(votes, len(raw.classes))])
     ballot = Ballot(votes, raw.classes, tuple(f"function {s}" for s in range(votes.shape[1])))
@@ -113,12 +113,10 @@ def write_wrench(place: Place, kept: Kept) -> bytes:
     path, options = _part_file(place.path, place.part), place.options
     kept = kept.numbered(_class_names(place.path, options))
     if path.suffix == ".json":
-        kept.require_suffix(path.name, ".json")
         entries = list(read_json(path, options).items())
         rows = kept.within(len(entries), path.name)
         found = {entries[row][0]: kept.relabelled(row, entries[row][1], "label") for row in rows}
         return json.dumps(found, ensure_ascii=False, indent=1).encode(options.charset)
-    kept.require_suffix(path.name, ".jsonl", ".jsonl.gz")
     return lines_of(read_json_lines(path, options), kept, "label", path.name).encode(options.charset)
 
 

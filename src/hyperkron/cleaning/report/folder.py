@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hyperkron.cleaning.data.sources import suffix_written
 from hyperkron.cleaning.fields import REMEDY, Fields, Label, parse, read_result, read_text
 from hyperkron.cleaning.loading import CsvRow, read_rows
 from hyperkron.solution import HyperkronError
@@ -16,7 +17,6 @@ from hyperkron.solution import HyperkronError
 MAX_PICTURE = 2**18
 """Characters of a picture."""
 _PICTURE = re.compile(r"data:image/png;base64,([A-Za-z0-9+/]+={0,2})\Z")
-_EXPORTED = {".csv", ".tsv", ".tab", ".jsonl", ".ndjson", ".json", ".parquet", ".pq"}
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -72,17 +72,7 @@ class RunContents:
         """What the name of a file with the exported rows may end in."""
         source = self.config.get("source")
         train = source.get("train") if isinstance(source, dict) else None
-        if not isinstance(train, str):
-            return ".csv"
-        if train.startswith("hf:"):
-            return ".parquet"
-        plain = Path(train.removesuffix(".gz")).suffix.lower()
-        if plain in _EXPORTED:
-            return plain
-        if plain.startswith(".xls"):  # perhaps with a sheet after it
-            return ".csv"
-        weak = {"train.json": ".json", "train.jsonl": ".jsonl", "train.jsonl.gz": ".jsonl"}
-        return next((end for name, end in weak.items() if (Path(train) / name).exists()), ".npz")
+        return suffix_written(train) if isinstance(train, str) else ".csv"
 
 
 def read_run(folder: Path) -> RunContents:

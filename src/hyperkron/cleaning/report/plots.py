@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import torch
+
 from hyperkron.cleaning.report.folder import Candidate
 
-EDGES = [i / 20 for i in range(21)]
+EDGES = torch.arange(21, dtype=torch.float64) / 20
 """Between the bars of the histogram of weights."""
 SPARK_SIZE = (96, 24)
 """Width and height of a sparkline."""
@@ -83,20 +84,6 @@ def accuracy_axis(candidates: Sequence[Candidate]) -> Axis:
 # --- weights -----------------------------------------------------------------------------------------------
 
 
-def bin_counts(edges: Sequence[float], values: Iterable[float]) -> list[int]:
-    """How many values lie in each bin [edge, next edge); the last bin holds its upper edge too, and what is beyond.
-
-    Example:
-        >>> bin_counts([0.0, 0.5, 1.0], [0.1, 0.5, 1.0])
-        [1, 2]
-    """
-    counts = [0] * (len(edges) - 1)
-    for x in values:
-        if math.isfinite(x):
-            counts[min(max(bisect_right(edges, x) - 1, 0), len(counts) - 1)] += 1
-    return counts
-
-
 class Bar(NamedTuple):
     """Numbers of rows with weights from ``low`` to ``high``, and the two parts of the bar: percentages and pixels."""
 
@@ -120,10 +107,12 @@ class Histogram(NamedTuple):
 
 def histogram(kept: Iterable[float], suspect: Iterable[float]) -> Histogram:
     """The bars of the weights of suspects and of the other rows."""
-    below, above = (bin_counts(EDGES, weights) for weights in (kept, suspect))
+    weights = (torch.tensor([x for x in part if math.isfinite(x)], dtype=torch.float64) for part in (kept, suspect))
+    below, above = (torch.histogram(part.clamp(0, 1), EDGES).hist.long().tolist() for part in weights)
+    edges = EDGES.tolist()
     axis, most = Axis(0.0, 1.0, 0.09, 0.99), max(1, *map(sum, zip(below, above, strict=True)))
     bars = []
-    for low, high, n, on_top in zip(EDGES, EDGES[1:], below, above, strict=False):
+    for low, high, n, on_top in zip(edges, edges[1:], below, above, strict=False):
         wide = axis.share(high) - axis.share(low)
         x, width = (f"{plain(100.0 * share)}%" for share in (axis.share(low) + 0.04 * wide, 0.92 * wide))
         bars.append(Bar(low, high, n, on_top, x, width, HEIGHT * n / most, HEIGHT * on_top / most))
