@@ -70,7 +70,8 @@ def split_damping(mean_a: Tensor, mean_b: Tensor, damping: Tensor, split: str) -
     root = damping.sqrt()
     if split == "plain":
         return root, root
-    pi = torch.where((mean_a > 0) & (mean_b > 0), (mean_a / mean_b).clamp(1 / MOST_RATIO, MOST_RATIO).sqrt(), 1.0)
+    ratio = (mean_a / mean_b).nan_to_num(1.0, MOST_RATIO)  # a factor that is zero is the limit of small ones
+    pi = ratio.clamp(1 / MOST_RATIO, MOST_RATIO).sqrt()
     return pi * root, root / pi
 
 
