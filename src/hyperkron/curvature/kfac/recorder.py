@@ -108,7 +108,7 @@ class Recorder:
             yield
 
     def _on_block(self, block: Block, module: nn.Module, given: tuple[Any, ...], named: Any, output: Tensor) -> Tensor:
-        if self._replaced(module):
+        if self._replaced(module) or not output.numel():  # an expert without tokens has no rows
             return output
         output, measured = self.layers.registered(block.name, block.names, output)
         if not measured:
@@ -141,7 +141,7 @@ class Recorder:
     def _on_diagonal(
         self, names: dict[str, str], module: nn.Module, given: tuple[Any, ...], named: Any, output: Tensor
     ) -> Tensor:
-        if self._replaced(module):
+        if self._replaced(module) or not output.numel():
             return output
         name = next(iter(names.values()))
         output, measured = self.layers.registered(name, names.values(), output)
