@@ -108,7 +108,7 @@ class Recorder:
             yield
 
     def _on_block(self, block: Block, module: nn.Module, given: tuple[Any, ...], named: Any, output: Tensor) -> Tensor:
-        if self._replaced(module) or not output.numel():  # an expert without tokens has no rows
+        if self._without_theta(module, output):
             return output
         output, measured = self.layers.registered(block.name, block.names, output)
         if not measured:
@@ -126,9 +126,12 @@ class Recorder:
         token = self.tokens[call.single]
         return self.layers.tapped(block.name, x, output, token, partial(self._on_gradient, call))
 
-    def _replaced(self, module: nn.Module) -> bool:
-        """Whether a parameter is not θ in this call, so that the gradient at the output is not that of θ: it is frozen,
-        ``functional_call`` has put another tensor in its place, or the layer is a copy made inside the loss."""
+    def _without_theta(self, module: nn.Module, output: Tensor) -> bool:
+        """Whether the gradient at the output is not that of θ: the call has no rows, as that of an expert without
+        tokens, or a parameter is frozen, ``functional_call`` has put another tensor in its place, or the layer is a
+        copy made inside the loss."""
+        if not output.numel() and self.owners is None:  # other processes may have rows
+            return True
         own, now = self._own.get(module), [p for p in module._parameters.values() if p is not None]
         if own is not None and self.copies:  # made from θ, so that they are no leaves
             return any(trained and p.is_leaf for (_, trained), p in zip(own, now, strict=False))
@@ -141,7 +144,7 @@ class Recorder:
     def _on_diagonal(
         self, names: dict[str, str], module: nn.Module, given: tuple[Any, ...], named: Any, output: Tensor
     ) -> Tensor:
-        if self._replaced(module) or not output.numel():
+        if self._without_theta(module, output):
             return output
         name = next(iter(names.values()))
         output, measured = self.layers.registered(name, names.values(), output)
