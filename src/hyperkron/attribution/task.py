@@ -179,6 +179,9 @@ class Task:
         covered = {name for one in kept.first for name in one.block.names}
         if any(bool(v.any()) for name, v in vectors.items() if name not in covered):
             return None
+        sizes = [stop - start for start, stop in self.curvature.spans]
+        if any(len(x) != n for n, (_, part) in zip(sizes, kept.parts, strict=True) for one in part for x in one.pair):
+            return None
         start, stop = self.train.spans[0]
         first_suitable(ways, self.train.rows.batch(start, stop), vectors, stop - start)
         if not (isinstance(ways[0], LayerProducts) and ways[0].by_blocks):  # a tied embedding has gradients, too

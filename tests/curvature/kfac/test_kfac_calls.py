@@ -158,3 +158,17 @@ def test_a_layer_called_without_rows_is_as_one_not_called(method: Any) -> None:
     wanted, found = (method(0.1, fisher="type-2").compute(*case.arguments) for case in cases)
     assert oracles.relative(found.grads, wanted.grads) < 1e-12
     assert found.stats["coverage"] == wanted.stats["coverage"] < 1
+
+
+def test_a_layer_that_only_a_later_piece_of_a_batch_calls_is_covered() -> None:
+    torch.manual_seed(0)
+    x = torch.cat([torch.tensor([[1.0]] * 4 + [[-1.0]] * 4), torch.randn(8, 2)], 1)  # the first expert has the last
+    problem = hk.BilevelProblem(
+        lambda m, w, b: hk.losses.cross_entropy(m(b[0]), b[1], weight=w(b[2])),
+        lambda m, w, b: hk.losses.cross_entropy(m(b[0]), b[1]),
+    )
+    batch = x, torch.arange(8) % 2, torch.arange(8)
+    given = Experts(False), hk.SampleWeights(8), batch, batch
+    whole, pieces = (hk.kfac(0.1).compute(p, *given) for p in (problem, hk.training.Accumulated(problem, 4)))
+    assert whole.stats["coverage"] == pieces.stats["coverage"] > 0.5
+    assert ("uncalled" in whole.stats) == ("uncalled" in pieces.stats)
