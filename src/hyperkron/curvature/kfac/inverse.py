@@ -47,7 +47,7 @@ Split = Literal["pi", "plain", "exact"] | SplitFunction
 
 BlockInverses = FactoredInverses | EigenInverses
 MOST_RATIO = 1e24
-"""The largest ratio of two factors' sizes; beyond it (vanishing gradients in a deep network) one damping would be 0."""
+"""The largest ratio of two factors' sizes; beyond it (vanishing gradients, a factor of zeros) one damping would be 0."""
 
 
 def load_inverses(state: dict[str, Any]) -> BlockInverses:
@@ -70,8 +70,7 @@ def split_damping(mean_a: Tensor, mean_b: Tensor, damping: Tensor, split: str) -
     root = damping.sqrt()
     if split == "plain":
         return root, root
-    ratio = (mean_a / mean_b).nan_to_num(1.0, MOST_RATIO)  # a factor that is zero is the limit of small ones
-    pi = ratio.clamp(1 / MOST_RATIO, MOST_RATIO).sqrt()
+    pi = (mean_a / mean_b).nan_to_num(1.0).clamp(1 / MOST_RATIO, MOST_RATIO).sqrt()
     return pi * root, root / pi
 
 
