@@ -199,6 +199,30 @@ def test_differences_between_two_points_are_taken_under_one_dropout_mask(name: s
 
 
 @pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("BOME", {}),
+        ("F2SA", {"second_rate": 0.0}),
+        ("MEHA", {"hat_rate": 0.0}),
+        ("PBGD", {"ramp": 0}),
+        ("ScaleBiO", {}),
+    ],
+)
+def test_the_value_gap_is_taken_under_one_dropout_mask(name: str, own: dict[str, Any]) -> None:
+    """Where θ and its second copy are the same, so are their losses, and no multiple of the difference moves λ."""
+    algorithm = getattr(hk.algorithms, name)(inner_rate=0.0, **own)
+    model, hyper = nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 16)), hk.as_hyper(torch.zeros(()))
+    data = hk.algorithms.Examples(torch.randn(8, 3), batch_size=4)
+    problem = hk.BilevelProblem(
+        lambda model, hyper, batch: model(batch[0]).square().mean() * hyper().exp(),
+        lambda model, hyper, batch: model(batch[0]).square().mean(),
+    )
+    state = algorithm.init(problem, model, hyper)
+    for _ in range(3):
+        assert algorithm.step(state, hk.algorithms.BatchSources(data, data)).direction == 0
+
+
+@pytest.mark.parametrize(
     ("name", "arguments", "wanted"),
     [
         ("AID", {"hypergradient": None}, "hypergradient=None is a NoneType, not a hypergradient"),

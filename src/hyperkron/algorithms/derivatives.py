@@ -133,11 +133,14 @@ def gradients(
     return Gradients(loss.value.detach(), trees.filled(state.params, found[:count]), by_hyper)
 
 
-def two_gradients(state: State, batch: Any, theta: Tree, hyper: Tree) -> tuple[Gradients, Tree]:
-    """∂θ J_in here, as a real step of θ, and at (``theta``, ``hyper``), both with the same random numbers."""
-    with kept_random(state), elsewhere(state, theta, hyper):
-        there = gradients(state, "inner", batch, hyper=False).theta
-    return gradients(state, "inner", batch, live=True, hyper=False), there
+def two_gradients(
+    state: State, batch: Any, theta: Tree, hypers: Tree | None = None, *, live: bool = True, hyper: bool = True
+) -> tuple[Gradients, Gradients]:
+    """:func:`gradients` of J_in here and at ``theta`` (and ``hypers``), both with the same random numbers, so that
+    their difference has no noise of dropout."""
+    with kept_random(state), placed(state.hypers, state.hypers if hypers is None else hypers):
+        there = gradients(state, "inner", batch, theta=theta, hyper=hyper)
+    return gradients(state, "inner", batch, live=live, hyper=hyper), there
 
 
 def descend(state: State, batches: BatchSources, steps: int) -> Tensor | None:

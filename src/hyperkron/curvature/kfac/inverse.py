@@ -47,7 +47,7 @@ Split = Literal["pi", "plain", "exact"] | SplitFunction
 
 BlockInverses = FactoredInverses | EigenInverses
 MOST_RATIO = 1e24
-"""The largest ratio of two factors' sizes; beyond it (vanishing gradients, a factor of zeros) one damping would be 0."""
+"""The largest ratio of two factors' sizes; beyond it (vanishing gradients, or a factor of 0) one damping would be 0."""
 
 
 def load_inverses(state: dict[str, Any]) -> BlockInverses:
