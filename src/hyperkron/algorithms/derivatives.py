@@ -165,13 +165,14 @@ def leader_first(state: State, batches: BatchSources, steps: int) -> StepReport:
     return state.finish(result.outer_loss, result.grads, inner_loss, status=result.status, stats=result.stats)
 
 
-def advance(state: State, batches: Iterable[Any], *, drew: bool = False) -> None:
+def advance(state: State, batches: Iterable[Any], *, drew: bool) -> None:
     """Advance buffers and random states as a training step does, after a gradient that left them unchanged.
 
     BatchNorm statistics advance. If the gradient ``drew`` random numbers, the next step will draw new ones.
     """
     if drew:
-        torch.rand((), device=state.generator.device)
+        for device in {torch.device("cpu"), state.generator.device}:  # unrolled steps are seeded from the CPU
+            torch.rand((), device=device)
     if state.model.training and next(state.model.buffers(), None) is not None:
         with torch.no_grad():
             for batch in batches:
@@ -190,14 +191,10 @@ def check_curvature_data(state: State, batches: BatchSources) -> None:
     """Refuse curvature data if the algorithm measures no curvature."""
     method = state.hypergradient
     if batches.curvature_source is not None and not (method is not None and method.measures_curvature):
-        what = (
-            "this algorithm uses no hypergradient"
-            if method is None
-            else f"{type(method).__name__} measures no curvature here"
-        )
+        who = "this algorithm" if method is None else type(method).__name__
         raise HyperkronError(
-            f"curvature_data={type(batches.curvature_source).__name__}(…) was given, but {what}; leave it out, or use "
-            "a hypergradient that measures curvature on data, as AID(hyperkron.kfac()) does."
+            f"curvature_data={type(batches.curvature_source).__name__}(…) was given, but {who} measures no curvature "
+            "here; leave it out, or use a hypergradient that measures curvature on data, as AID(hyperkron.kfac()) does."
         )
 
 
