@@ -176,7 +176,7 @@ class Task:
         not suit the model, which the first batch shows."""
         if kept is None or not kept.complete:
             return None
-        covered = {name for one in kept.first for name in one.block.names}
+        covered = {name for one in kept.parts[0][1] for name in one.block.names}
         if any(bool(v.any()) for name, v in vectors.items() if name not in covered):
             return None
         sizes = [stop - start for start, stop in self.curvature.spans]
@@ -213,7 +213,8 @@ class Task:
         by layers, or where that fails one by one."""
         if layers is not None:
             try:
-                return layers.gradients(self.train.rows.batch(start, stop), stop - start), layers, layers.counted
+                calls = layers.calls(self.train.rows.batch(start, stop), stop - start)
+                return layers.gradients_of(calls, stop - start), layers, layers.counted
             except UnsuitableError:
                 pass
         batches = [self.train.rows.batch(n, n + 1) for n in range(start, stop)]
