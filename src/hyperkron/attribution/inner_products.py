@@ -203,14 +203,6 @@ class KeptProducts(KeptGradients):
             yield torch.stack([call.scores(apart) for call in calls]).sum(0), (counted,)
 
 
-def layers_of(point: Point, level: Level = "inner", alike: bool = False) -> LayerProducts | None:
-    """The way by layers, where the model allows it."""
-    try:
-        return LayerProducts(point, level, alike)
-    except UnsuitableError:
-        return None
-
-
 def first_suitable(ways: list[Products], batch: Any, vectors: Tree, count: int) -> Tensor:
     """The products by the first of ``ways`` that works; those that do not are dropped, and with them coordinates."""
     failed = ""

@@ -25,7 +25,7 @@ from hyperkron.attribution.data import COMPARED, ExampleRows, Parts, batch_share
 from hyperkron.attribution.eigenbasis import EigenCoordinates, usable
 from hyperkron.attribution.example_losses import without_penalties
 from hyperkron.attribution.forward_products import ForwardProducts
-from hyperkron.attribution.inner_products import KeptProducts, LayerProducts, Products, first_suitable, layers_of
+from hyperkron.attribution.inner_products import KeptProducts, LayerProducts, Products, first_suitable
 from hyperkron.attribution.layer_calls import CHUNK, FEW, LayerCall, UnsuitableError
 from hyperkron.attribution.result import Attribution
 from hyperkron.attribution.store import Store
@@ -194,7 +194,8 @@ class Task:
         found: list[Tensor] = []
         counts, statuses = list[tuple[float, ...]](), set()
         with self.point() as point:
-            inverse, layers = self.method.inverse(point), layers_of(point)
+            inverse = self.method.inverse(point)
+            layers: LayerProducts | None = LayerProducts(point)
             for start, stop in tqdm(parts.spans, disable=not progress, unit="batch", dynamic_ncols=True):
                 gradients, layers, counted = self._gradients(point, layers, start, stop)
                 with named_rows("train", start, gradients):
@@ -308,7 +309,7 @@ class Task:
         among others is a share of the one it has alone.
         """
         count = self._queries_at_once
-        layers = layers_of(point, "outer", alike=True) if count > 1 else None
+        layers = LayerProducts(point, "outer", alike=True) if count > 1 else None
         if layers is None or point.evaluate("outer", self.queries.batch(0, 1)).opaque:
             return None, None
         try:
@@ -399,9 +400,7 @@ class Task:
         """The ways to try, the cheapest first: by layers for several queries and on a CPU, else by forward mode."""
         if way != "auto":
             return [LayerProducts(point) if way == "layers" else ForwardProducts(point)]
-        forward, layers = ForwardProducts(point), layers_of(point)
-        if layers is None:
-            return [forward]
+        forward, layers = ForwardProducts(point), LayerProducts(point)
         on_cpu = point.device.type == "cpu" and self.train.rows.channels_last == self._convolves
         covered = not layers.plan.rest or getattr(self.method.curvature, "fallback", "") == "zero"
         return [layers, forward] if (count > FEW or on_cpu) and covered else [forward, layers]
