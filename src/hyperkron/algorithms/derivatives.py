@@ -6,6 +6,8 @@ evaluation leaves the model's buffers unchanged.
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -21,6 +23,7 @@ from hyperkron.curvature import Curvature, Operator
 from hyperkron.curvature.hessian import HessianOperator
 from hyperkron.evaluation.inputs import explained
 from hyperkron.evaluation.point import Point, placed
+from hyperkron.evaluation.snapshot import NumpyRandomState
 from hyperkron.hypergradient.implicit import outer_gradients
 from hyperkron.kernels.checkpoints import differentiable_checkpoints
 from hyperkron.kernels.graphs import modules_of
@@ -85,10 +88,14 @@ def kept_buffers(model: nn.Module, hyper: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def kept_random(state: State) -> Iterator[None]:
-    """After the block torch's random states, on the CPU and the device of θ, are what they were."""
-    device = state.generator.device
+    """After the block the random states of Python, numpy, and torch on the CPU and the device of θ are as before."""
+    device, own = state.generator.device, random.getstate()
+    numpy = NumpyRandomState() if "numpy" in sys.modules else None
     with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
         yield
+    random.setstate(own)
+    if numpy is not None:
+        numpy.restore()
 
 
 def gradients(
@@ -171,6 +178,9 @@ def advance(state: State, batches: Iterable[Any], *, drew: bool) -> None:
     BatchNorm statistics advance. If the gradient ``drew`` random numbers, the next step will draw new ones.
     """
     if drew:
+        random.random()
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.random()
         for device in {torch.device("cpu"), state.generator.device}:  # unrolled steps are seeded from the CPU
             torch.rand((), device=device)
     if state.model.training and next(state.model.buffers(), None) is not None:
@@ -259,7 +269,7 @@ def at_point(state: State) -> Iterator[PointDerivatives]:
         found = PointDerivatives(point)
         yield found
         point.settle()
-        found.drew = point.drawn()
+        found.drew = point.drawn(anywhere=True)
 
 
 def _filled(found: Mapping[str, Tensor | None], like: Tree) -> Tree:
