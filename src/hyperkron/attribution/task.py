@@ -124,7 +124,8 @@ class Task:
                 if store is not None:
                     store.keep(vectors, stats, ways[0].coordinates.bases)
             elif store is not None:
-                known = EigenCoordinates.chosen(plan(self.model, "diagonal").blocks, store.bases(point.device))
+                known = EigenCoordinates(plan(self.model, "diagonal").blocks, {})
+                known.bases = store.bases(point.device)  # of the blocks that were chosen then
                 if isinstance(ways[0], LayerProducts):
                     ways[0].coordinates = known
                 else:  # another way than that of the earlier call, as on another device
