@@ -92,10 +92,12 @@ def kept_random(state: State) -> Iterator[None]:
     device, own = state.generator.device, random.getstate()
     numpy = NumpyRandomState() if "numpy" in sys.modules else None
     with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
-        yield
-    random.setstate(own)
-    if numpy is not None:
-        numpy.restore()
+        try:
+            yield
+        finally:
+            random.setstate(own)
+            if numpy is not None:
+                numpy.restore()
 
 
 def gradients(
