@@ -7,8 +7,11 @@ every step.
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -157,12 +160,21 @@ def test_one_configuration_serves_many_runs_that_are_all_the_same(algorithm: Alg
     assert any(report.direction > 0 for report in reports)
 
 
-@pytest.mark.parametrize("name", ["SOBA", "SABA", "SRBA"])
-def test_dropout_draws_a_new_mask_in_every_step_and_one_for_both_points(name: str) -> None:
+DRAWN: dict[str, Callable[[], Any]] = {
+    "torch": lambda: nn.functional.dropout(torch.ones(16), 0.5),
+    "python": lambda: torch.tensor([random.random() for _ in range(16)]),
+    "numpy": lambda: torch.from_numpy(np.random.rand(16)).float(),
+}
+"""Masks by random numbers of each kind."""
+
+
+@pytest.mark.parametrize("drawn", DRAWN)
+@pytest.mark.parametrize("name", ["SOBA", "SABA", "SRBA", "Unroll"])
+def test_dropout_draws_a_new_mask_in_every_step_and_one_for_both_points(name: str, drawn: str) -> None:
     masks: list[tuple[float, ...]] = []
 
     def inner(model: nn.Module, hyper: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-        mask = nn.functional.dropout(torch.ones(16), 0.5, model.training)
+        mask = DRAWN[drawn]()
         masks.append(tuple(mask.tolist()))
         return (model(batch[0]) * mask).square().mean() * hyper().exp()
 
@@ -172,7 +184,7 @@ def test_dropout_draws_a_new_mask_in_every_step_and_one_for_both_points(name: st
     torch.manual_seed(0)
     model, hyper = nn.Linear(3, 16), hk.as_hyper(torch.zeros(()))
     data = hk.algorithms.Examples(torch.randn(8, 3), batch_size=4)
-    algorithm = getattr(hk.algorithms, name)()
+    algorithm = getattr(hk.algorithms, name)(**{"inner_steps": 1} if name == "Unroll" else {})
     state = algorithm.init(hk.BilevelProblem(inner, outer), model, hyper)
     for steps in range(1, 5):
         algorithm.step(state, hk.algorithms.BatchSources(data, data))
@@ -196,6 +208,31 @@ def test_differences_between_two_points_are_taken_under_one_dropout_mask(name: s
         algorithm.step(state, hk.algorithms.BatchSources(data, data))
         found.append(state.trees["d theta" if name == "VRBO" else "d_theta"])
     torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("BOME", {}),
+        ("F2SA", {"second_rate": 0.0}),
+        ("MEHA", {"hat_rate": 0.0}),
+        ("PBGD", {"ramp": 0}),
+        ("ScaleBiO", {}),
+    ],
+)
+@pytest.mark.parametrize("drawn", DRAWN)
+def test_the_value_gap_is_taken_under_one_dropout_mask(name: str, own: dict[str, Any], drawn: str) -> None:
+    """Where θ and its second copy are the same, so are their losses, and no multiple of the difference moves λ."""
+    algorithm = getattr(hk.algorithms, name)(inner_rate=0.0, **own)
+    model, hyper = nn.Linear(3, 16), hk.as_hyper(torch.zeros(()))
+    data = hk.algorithms.Examples(torch.randn(8, 3), batch_size=4)
+    problem = hk.BilevelProblem(
+        lambda model, hyper, batch: (model(batch[0]) * DRAWN[drawn]()).square().mean() * hyper().exp(),
+        lambda model, hyper, batch: model(batch[0]).square().mean(),
+    )
+    state = algorithm.init(problem, model, hyper)
+    for _ in range(3):
+        assert algorithm.step(state, hk.algorithms.BatchSources(data, data)).direction == 0
 
 
 @pytest.mark.parametrize(

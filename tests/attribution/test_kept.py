@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import hyperkron as hk
+import oracles
 from hyperkron.attribution.task import Task
 from hyperkron.curvature import EKFAC, KFAC
 from hyperkron.curvature.kfac import capture, kept
 from hyperkron.curvature.kfac.coverage import plan
 from hyperkron.curvature.kfac.layers import ConvLayer
+from tests.curvature.kfac.test_kfac_calls import Experts
 
 
 class Twice(nn.Module):
@@ -263,3 +265,16 @@ def test_what_was_too_large_to_be_kept_leaves_room_for_others(monkeypatch: pytes
     others.add([small], 1.0, numbers)
     assert not spectrum.complete
     assert others.complete
+
+
+def test_experts_that_get_all_examples_of_the_first_batch_and_some_of_later_ones() -> None:
+    """Gradients of layers are kept by row, and here a row is not an example any more; forward mode scores instead."""
+    torch.manual_seed(0)
+    model, x, y = Experts(False).double(), torch.randn(24, 3, dtype=torch.float64), torch.arange(24) % 2
+    x[:16, 0] = -1.0
+    method = hk.Implicit(EKFAC(0.1, fisher="type-2", fallback="zero"), hk.solvers.Direct())
+    found, wanted = (
+        hk.attribute(loss, model, (x, y), (x[:3], y[:3]), method=method, batch_size=16, way=way)
+        for way in ("auto", "forward")
+    )
+    assert oracles.relative(found.scores, wanted.scores) < 1e-10

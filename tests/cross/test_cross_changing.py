@@ -152,3 +152,37 @@ def test_weights_that_begin_to_move_with_theta_are_noticed(build: Any) -> None:
     found, wanted = (one.compute(problem, model, hyper, True, None).grads for one in (method, build()))
     assert oracles.relative(found, wanted) < 1e-12
     assert method.state.cross.way.form == "wm"
+
+
+class Routed(nn.Module):
+    """Two experts; an example goes to the second if its first feature is positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.head = nn.ModuleList(nn.Linear(3, 4) for _ in range(2)), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        second = x[:, :1] > 0
+        out = x.new_zeros(len(x), 4)
+        for rows, expert in zip((~second, second), self.experts, strict=True):
+            out = out.masked_scatter(rows.expand_as(out), expert(x[rows[:, 0]]))
+        return self.head(out.tanh())
+
+
+def test_experts_that_get_all_examples_of_one_batch_and_some_of_the_next() -> None:
+    """In half precision gradients at layers are used, which belong to no example once an expert gets some of them."""
+    torch.manual_seed(0)
+    model, x = Routed(), torch.randn(8, 3)
+    problem = hk.BilevelProblem(
+        lambda m, w, b: hk.losses.cross_entropy(m(b[0].to(m.head.weight.dtype)), b[1], weight=w(b[2])),
+        lambda m, w, b: hk.losses.cross_entropy(m(b[0].to(m.head.weight.dtype)), b[1]),
+    )
+    method, modes = hk.identity(), []
+    for first in (x[:, :1].abs(), x[:, :1]):
+        batch = (torch.cat([first, x[:, 1:]], 1), torch.arange(8) % 3, torch.arange(8))
+        given = problem, model.bfloat16(), hk.SampleWeights(8), batch, batch
+        result = method.compute(*given)
+        modes.append(result.stats["cross"])
+        wanted = hk.identity(cross="reverse").compute(problem, model.double(), *given[2:]).grads["weight"]
+        assert float(torch.cosine_similarity(result.grads["weight"], wanted, dim=0)) > 0.999
+    assert modes[0] == "adjoint" != modes[1]

@@ -55,8 +55,7 @@ class BOME(Algorithm):
         for _ in range(self.inner_steps):
             hat.step(derivatives.gradients(state, "inner", batch, theta=hat.params, hyper=False).theta)
         f = derivatives.gradients(state, "outer", outer_batch)
-        g = derivatives.gradients(state, "inner", batch, live=True)
-        g_hat = derivatives.gradients(state, "inner", batch, theta=hat.params)
+        g, g_hat = derivatives.two_gradients(state, batch, hat.params)
         q_hyper = trees.subtract(g.hyper, g_hat.hyper)
         square = trees.dot(g.theta, g.theta) + trees.dot(q_hyper, q_hyper)
         inner_product = trees.dot(f.theta, g.theta) + trees.dot(f.hyper, q_hyper)

@@ -6,6 +6,8 @@ evaluation leaves the model's buffers unchanged.
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -21,6 +23,7 @@ from hyperkron.curvature import Curvature, Operator
 from hyperkron.curvature.hessian import HessianOperator
 from hyperkron.evaluation.inputs import explained
 from hyperkron.evaluation.point import Point, placed
+from hyperkron.evaluation.snapshot import NumpyRandomState
 from hyperkron.hypergradient.implicit import outer_gradients
 from hyperkron.kernels.checkpoints import differentiable_checkpoints
 from hyperkron.kernels.graphs import modules_of
@@ -85,10 +88,16 @@ def kept_buffers(model: nn.Module, hyper: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def kept_random(state: State) -> Iterator[None]:
-    """After the block torch's random states, on the CPU and the device of θ, are what they were."""
-    device = state.generator.device
+    """After the block the random states of Python, numpy, and torch on the CPU and the device of θ are as before."""
+    device, own = state.generator.device, random.getstate()
+    numpy = NumpyRandomState() if "numpy" in sys.modules else None
     with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
-        yield
+        try:
+            yield
+        finally:
+            random.setstate(own)
+            if numpy is not None:
+                numpy.restore()
 
 
 def gradients(
@@ -133,11 +142,14 @@ def gradients(
     return Gradients(loss.value.detach(), trees.filled(state.params, found[:count]), by_hyper)
 
 
-def two_gradients(state: State, batch: Any, theta: Tree, hyper: Tree) -> tuple[Gradients, Tree]:
-    """∂θ J_in here, as a real step of θ, and at (``theta``, ``hyper``), both with the same random numbers."""
-    with kept_random(state), elsewhere(state, theta, hyper):
-        there = gradients(state, "inner", batch, hyper=False).theta
-    return gradients(state, "inner", batch, live=True, hyper=False), there
+def two_gradients(
+    state: State, batch: Any, theta: Tree, hypers: Tree | None = None, *, live: bool = True, hyper: bool = True
+) -> tuple[Gradients, Gradients]:
+    """:func:`gradients` of J_in here and at ``theta`` (and ``hypers``), both with the same random numbers, so that
+    their difference has no noise of dropout."""
+    with kept_random(state), placed(state.hypers, state.hypers if hypers is None else hypers):
+        there = gradients(state, "inner", batch, theta=theta, hyper=hyper)
+    return gradients(state, "inner", batch, live=live, hyper=hyper), there
 
 
 def descend(state: State, batches: BatchSources, steps: int) -> Tensor | None:
@@ -162,13 +174,17 @@ def leader_first(state: State, batches: BatchSources, steps: int) -> StepReport:
     return state.finish(result.outer_loss, result.grads, inner_loss, status=result.status, stats=result.stats)
 
 
-def advance(state: State, batches: Iterable[Any], *, drew: bool = False) -> None:
+def advance(state: State, batches: Iterable[Any], *, drew: bool) -> None:
     """Advance buffers and random states as a training step does, after a gradient that left them unchanged.
 
     BatchNorm statistics advance. If the gradient ``drew`` random numbers, the next step will draw new ones.
     """
     if drew:
-        torch.rand((), device=state.generator.device)
+        random.random()
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.random()
+        for device in {torch.device("cpu"), state.generator.device}:  # unrolled steps are seeded from the CPU
+            torch.rand((), device=device)
     if state.model.training and next(state.model.buffers(), None) is not None:
         with torch.no_grad():
             for batch in batches:
@@ -187,14 +203,10 @@ def check_curvature_data(state: State, batches: BatchSources) -> None:
     """Refuse curvature data if the algorithm measures no curvature."""
     method = state.hypergradient
     if batches.curvature_source is not None and not (method is not None and method.measures_curvature):
-        what = (
-            "this algorithm uses no hypergradient"
-            if method is None
-            else f"{type(method).__name__} measures no curvature here"
-        )
+        who = "this algorithm" if method is None else type(method).__name__
         raise HyperkronError(
-            f"curvature_data={type(batches.curvature_source).__name__}(…) was given, but {what}; leave it out, or use "
-            "a hypergradient that measures curvature on data, as AID(hyperkron.kfac()) does."
+            f"curvature_data={type(batches.curvature_source).__name__}(…) was given, but {who} measures no curvature "
+            "here; leave it out, or use a hypergradient that measures curvature on data, as AID(hyperkron.kfac()) does."
         )
 
 
@@ -259,7 +271,7 @@ def at_point(state: State) -> Iterator[PointDerivatives]:
         found = PointDerivatives(point)
         yield found
         point.settle()
-        found.drew = point.drawn()
+        found.drew = point.drawn(anywhere=True)
 
 
 def _filled(found: Mapping[str, Tensor | None], like: Tree) -> Tree:

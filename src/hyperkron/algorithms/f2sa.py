@@ -50,14 +50,12 @@ class F2SA(Algorithm):
         for _ in range(self.inner_steps):
             batch = batches.inner()
             f = derivatives.gradients(state, "outer", batches.outer(), hyper=False)
-            g = derivatives.gradients(state, "inner", batch, live=True, hyper=False)
-            g_z = derivatives.gradients(state, "inner", batch, theta=z.params, hyper=False)
+            g, g_z = derivatives.two_gradients(state, batch, z.params, hyper=False)
             z.step(g_z.theta)  # first, so that both take this step with the same settings
             state.inner.step(trees.add(f.theta, g.theta, alpha=ell))
         batch = batches.inner()
         f = derivatives.gradients(state, "outer", batches.outer())
-        g = derivatives.gradients(state, "inner", batch)
-        g_z = derivatives.gradients(state, "inner", batch, theta=z.params)
+        g, g_z = derivatives.two_gradients(state, batch, z.params, live=False)
         direction = trees.add(f.hyper, trees.subtract(g.hyper, g_z.hyper), alpha=ell)
         state.outer.step(direction)
         state.numbers["multiplier"] = ell + as_rate(self.growth)(state.step)

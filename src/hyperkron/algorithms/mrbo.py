@@ -70,9 +70,9 @@ class MRBO(Algorithm):
         memory = state.trees
         if memory:
             keep, before = 1.0 - min(1.0, as_rate(self.momentum)(state.step)), (memory["theta"], memory["lambda"])
-            inner, old = derivatives.two_gradients(state, theta_batch, *before)
+            inner, old = derivatives.two_gradients(state, theta_batch, *before, hyper=False)
             result, there = two_points(state, *pair, *before, **own)
-            d_theta = trees.add(inner.theta, trees.subtract(memory["d_theta"], old), alpha=keep)
+            d_theta = trees.add(inner.theta, trees.subtract(memory["d_theta"], old.theta), alpha=keep)
             d_lambda = trees.add(result.grads, trees.subtract(memory["d_lambda"], there.grads), alpha=keep)
         else:
             inner = derivatives.gradients(state, "inner", theta_batch, live=True, hyper=False)

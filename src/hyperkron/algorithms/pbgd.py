@@ -41,8 +41,7 @@ class PBGD(Algorithm):
         scale = 1.0 if gamma <= 1.0 else 1.0 / gamma
         batch = batches.inner()
         f = derivatives.gradients(state, "outer", batches.outer())
-        g = derivatives.gradients(state, "inner", batch, live=True)
-        g_y = derivatives.gradients(state, "inner", batch, theta=y.params)
+        g, g_y = derivatives.two_gradients(state, batch, y.params)
         gap = trees.subtract(g.hyper, g_y.hyper)
         direction = trees.scale(trees.add(f.hyper, gap, alpha=gamma), scale)
         state.inner.step(trees.scale(trees.add(f.theta, g.theta, alpha=gamma), scale))

@@ -50,8 +50,7 @@ class ScaleBiO(Algorithm):
         u, alpha = state.twins["u"], state.numbers["penalty"]
         batch = batches.inner()
         f = derivatives.gradients(state, "outer", batches.outer())
-        g = derivatives.gradients(state, "inner", batch, live=True)
-        g_u = derivatives.gradients(state, "inner", batch, theta=u.params)
+        g, g_u = derivatives.two_gradients(state, batch, u.params)
         direction = trees.add(f.hyper, trees.subtract(g.hyper, g_u.hyper), alpha=alpha)
         u.step(g_u.theta)
         state.inner.step(trees.add(f.theta, g.theta, alpha=alpha))

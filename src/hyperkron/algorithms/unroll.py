@@ -58,5 +58,5 @@ class Unroll(Algorithm):
             state.inner.place(state.trees["initial"])
         result = method.compute(state.problem, state.model, state.hyper, inner_batches, outer_batch)
         state.inner.place(method.lookahead(state.problem, state.model, state.hyper, inner_batches))
-        derivatives.advance(state, inner_batches if self.inner_steps > 1 else [inner_batches])
+        derivatives.advance(state, inner_batches if self.inner_steps > 1 else [inner_batches], drew=True)
         return state.follow(result)

@@ -51,13 +51,6 @@ class EigenCoordinates:
         self._blocks, self._known = blocks, known
         self.bases: dict[str, Eigenbasis] = {}
 
-    @classmethod
-    def chosen(cls, blocks: Mapping[str, Block], bases: Mapping[str, Eigenbasis]) -> EigenCoordinates:
-        """Those of blocks that were chosen before."""
-        made = cls(blocks, {})
-        made.bases.update(bases)
-        return made
-
     def choose(self, positions: Mapping[str, float], queries: int, examples: int) -> None:
         """Choose the blocks for which the basis saves multiplications; ``positions`` tells how many rows an example
         has in each block."""

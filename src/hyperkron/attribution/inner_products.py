@@ -81,19 +81,12 @@ class LayerProducts(Products):
     def __call__(self, batch: Any, vectors: Tree, count: int) -> Tensor:
         if self._vectors.tree is not vectors:
             self._vectors = QueryVectors(vectors, self.coordinates.bases)
-        calls = self._calls(batch, count, self._vectors.used or set(vectors))
+        calls = self.calls(batch, count, self._vectors.used or set(vectors))
         return torch.stack([call.scores(self._vectors) for call in calls]).sum(0)
 
-    def gradients(self, batch: Any, count: int) -> Tree:
-        """The gradient of each example, stacked; of the blocks in ``coordinates`` those of A⁻¹ times it."""
-        return self.gradients_of(self.calls(batch, count), count)
-
-    def calls(self, batch: Any, count: int) -> list[LayerCall]:
-        """The calls of all layers, from which :meth:`gradients_of` makes gradients."""
-        return self._calls(batch, count, set(self.point.params))
-
     def gradients_of(self, calls: list[LayerCall], count: int) -> Tree:
-        """:meth:`gradients` of the ``count`` examples of ``calls``."""
+        """The gradients of the ``count`` examples of ``calls``, stacked; of the blocks in ``coordinates`` those of A⁻¹
+        times them."""
         found: Tree = {}
         for call in calls:
             for name, x in trees.joined(call.coordinates(self.coordinates.bases), count).items():
@@ -101,8 +94,9 @@ class LayerProducts(Products):
         params = self.point.params
         return {name: found[name] if name in found else p.new_zeros(count, *p.shape) for name, p in params.items()}
 
-    def _calls(self, batch: Any, count: int, used: set[str]) -> list[LayerCall]:
-        """Every call of a layer with parameters ``used`` that the loss depends on: its input and output gradient."""
+    def calls(self, batch: Any, count: int, used: set[str] | None = None) -> list[LayerCall]:
+        """Every call of a layer with parameters ``used`` (default: all) that the loss depends on."""
+        used = set(self.point.params) if used is None else used
         if used <= self._compared:
             return self._reached(batch, count, used)[0]
         with full_precision():
@@ -207,14 +201,6 @@ class KeptProducts(KeptGradients):
         for counted, part in self.parts:
             calls = [BlockCall(one.block, params, one) for one in part]
             yield torch.stack([call.scores(apart) for call in calls]).sum(0), (counted,)
-
-
-def layers_of(point: Point, level: Level = "inner", alike: bool = False) -> LayerProducts | None:
-    """The way by layers, where the model allows it."""
-    try:
-        return LayerProducts(point, level, alike)
-    except UnsuitableError:
-        return None
 
 
 def first_suitable(ways: list[Products], batch: Any, vectors: Tree, count: int) -> Tensor:

@@ -25,7 +25,7 @@ from hyperkron.attribution.data import COMPARED, ExampleRows, Parts, batch_share
 from hyperkron.attribution.eigenbasis import EigenCoordinates, usable
 from hyperkron.attribution.example_losses import without_penalties
 from hyperkron.attribution.forward_products import ForwardProducts
-from hyperkron.attribution.inner_products import KeptProducts, LayerProducts, Products, first_suitable, layers_of
+from hyperkron.attribution.inner_products import KeptProducts, LayerProducts, Products, first_suitable
 from hyperkron.attribution.layer_calls import CHUNK, FEW, LayerCall, UnsuitableError
 from hyperkron.attribution.result import Attribution
 from hyperkron.attribution.store import Store
@@ -124,7 +124,8 @@ class Task:
                 if store is not None:
                     store.keep(vectors, stats, ways[0].coordinates.bases)
             elif store is not None:
-                known = EigenCoordinates.chosen(plan(self.model, "diagonal").blocks, store.bases(point.device))
+                known = EigenCoordinates(plan(self.model, "diagonal").blocks, {})
+                known.bases = store.bases(point.device)  # of the blocks that were chosen then
                 if isinstance(ways[0], LayerProducts):
                     ways[0].coordinates = known
                 else:  # another way than that of the earlier call, as on another device
@@ -176,8 +177,11 @@ class Task:
         not suit the model, which the first batch shows."""
         if kept is None or not kept.complete:
             return None
-        covered = {name for one in kept.first for name in one.block.names}
+        covered = {name for one in kept.parts[0][1] for name in one.block.names}
         if any(bool(v.any()) for name, v in vectors.items() if name not in covered):
+            return None
+        sizes = [stop - start for start, stop in self.curvature.spans]
+        if any(len(x) != n for n, (_, part) in zip(sizes, kept.parts, strict=True) for one in part for x in one.pair):
             return None
         start, stop = self.train.spans[0]
         first_suitable(ways, self.train.rows.batch(start, stop), vectors, stop - start)
@@ -191,7 +195,8 @@ class Task:
         found: list[Tensor] = []
         counts, statuses = list[tuple[float, ...]](), set()
         with self.point() as point:
-            inverse, layers = self.method.inverse(point), layers_of(point)
+            inverse = self.method.inverse(point)
+            layers: LayerProducts | None = LayerProducts(point)
             for start, stop in tqdm(parts.spans, disable=not progress, unit="batch", dynamic_ncols=True):
                 gradients, layers, counted = self._gradients(point, layers, start, stop)
                 with named_rows("train", start, gradients):
@@ -210,7 +215,8 @@ class Task:
         by layers, or where that fails one by one."""
         if layers is not None:
             try:
-                return layers.gradients(self.train.rows.batch(start, stop), stop - start), layers, layers.counted
+                calls = layers.calls(self.train.rows.batch(start, stop), stop - start)
+                return layers.gradients_of(calls, stop - start), layers, layers.counted
             except UnsuitableError:
                 pass
         batches = [self.train.rows.batch(n, n + 1) for n in range(start, stop)]
@@ -304,7 +310,7 @@ class Task:
         among others is a share of the one it has alone.
         """
         count = self._queries_at_once
-        layers = layers_of(point, "outer", alike=True) if count > 1 else None
+        layers = LayerProducts(point, "outer", alike=True) if count > 1 else None
         if layers is None or point.evaluate("outer", self.queries.batch(0, 1)).opaque:
             return None, None
         try:
@@ -395,9 +401,7 @@ class Task:
         """The ways to try, the cheapest first: by layers for several queries and on a CPU, else by forward mode."""
         if way != "auto":
             return [LayerProducts(point) if way == "layers" else ForwardProducts(point)]
-        forward, layers = ForwardProducts(point), layers_of(point)
-        if layers is None:
-            return [forward]
+        forward, layers = ForwardProducts(point), LayerProducts(point)
         on_cpu = point.device.type == "cpu" and self.train.rows.channels_last == self._convolves
         covered = not layers.plan.rest or getattr(self.method.curvature, "fallback", "") == "zero"
         return [layers, forward] if (count > FEW or on_cpu) and covered else [forward, layers]

@@ -88,11 +88,10 @@ def attribute_unrolled(
     last = task(model)
     with last.point() as point:
         v = trees.joined(last.query_gradients(point, False, progress), len(last.queries))
-    scores: Tensor | None = None
+    scores: Any = 0.0
     for one, time in reversed(segments):
         found, v = _segment(task(one), v, time, progress)
-        scores = found if scores is None else scores + found
-    assert scores is not None
+        scores = scores + found
     return Attribution(scores, {"segments": len(segments)})
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hyperkron import trees
 from hyperkron.cross import weighting
-from hyperkron.cross.adjoint import adjoint, example_losses, mixes_examples
+from hyperkron.cross.adjoint import NoAdjointError, adjoint, example_losses, mixes_examples
 from hyperkron.cross.precision import FLOAT32, FLOAT64, HALF, precision, tf32
 from hyperkron.cross.state import CrossState, Way, inner_key
 from hyperkron.cross.ways import difference, filled, forward_and_slope, half, moves_as_its_gradient, reverse, slope
@@ -103,9 +103,9 @@ class Cross:
         if decided:
             try:
                 return _by_pass(point, v, state.way)
-            except ChangedError:
-                if point.recording:
-                    raise
+            except (ChangedError, NoAdjointError) as error:
+                if point.recording or (isinstance(error, NoAdjointError) and point.problem.group.size > 1):
+                    raise  # the other processes may have none
                 state.forget()
         return self._decide(point, v, state)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import cases
 import hyperkron as hk
 import oracles
-from cases import DOUBLE, Case, Mean, make, mlp, random_weights
+from cases import DOUBLE, Case, Mean, make, mlp, random_weights, uniform_weights
 from hyperkron.curvature.kfac.factors import dense as as_matrix
 from hyperkron.curvature.kfac.inverse import split_damping
 
@@ -402,3 +402,11 @@ def test_the_damping_of_vanishing_gradients_is_not_rounded_to_nothing() -> None:
     for sizes in ((1.0, 2.5e-40), (2.5e-40, 1.0)):
         a, b = split_damping(*(torch.tensor([x]) for x in sizes), delta, "pi")
         assert a > 0 and b > 0 and torch.allclose(a * b, delta)
+
+
+def test_where_no_example_weighs_anything_the_damping_alone_is_inverted() -> None:
+    """B is zero then, and as small weights go to zero, the split of the damping goes to δ I."""
+    case = make(mlp(3, 4, 2), (3,), loss="cross_entropy", hyper=uniform_weights(5, 0.0))
+    size = sum(p.numel() for p in case.params.values())
+    wanted = oracles.implicit(case, torch.zeros(size, size, dtype=DOUBLE), damping=0.1)
+    assert oracles.relative(hk.kfac(0.1, cross="reverse").compute(*case.arguments).grads, wanted) < 1e-9

@@ -132,3 +132,43 @@ def test_gradients_of_the_model_in_the_loss_are_said(output: Any, depth: int) ->
     weights = [name for name in case.params if name.endswith("weight")]
     said = str(hk.kfac(0.1).compute(*case.arguments).stats["used elsewhere"])
     assert set(weights) <= {*said.split(", ")}
+
+
+class Experts(nn.Module):
+    """A mixture of experts, of which the last gets no token: it is called on none of them, or not at all."""
+
+    def __init__(self, calls: bool) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)) for _ in range(3))
+        self.head, self.calls = nn.Linear(3, 2), calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (x[:, 0] > 0) == number
+            if self.calls or rows.any():
+                out = out.masked_scatter(rows[:, None].expand_as(x), expert(x[rows]))
+        return self.head(out.tanh())
+
+
+@pytest.mark.parametrize("method", [hk.kfac, hk.ekfac])
+def test_a_layer_called_without_rows_is_as_one_not_called(method: Any) -> None:
+    cases = [make(Experts(calls), (3,), loss="cross_entropy", count=8) for calls in (False, True)]
+    cases[1].model.load_state_dict(cases[0].model.state_dict())
+    wanted, found = (method(0.1, fisher="type-2").compute(*case.arguments) for case in cases)
+    assert oracles.relative(found.grads, wanted.grads) < 1e-12
+    assert found.stats["coverage"] == wanted.stats["coverage"] < 1
+
+
+def test_a_layer_that_only_a_later_piece_of_a_batch_calls_is_covered() -> None:
+    torch.manual_seed(0)
+    x = torch.cat([torch.tensor([[1.0]] * 4 + [[-1.0]] * 4), torch.randn(8, 2)], 1)  # the first expert has the last
+    problem = hk.BilevelProblem(
+        lambda m, w, b: hk.losses.cross_entropy(m(b[0]), b[1], weight=w(b[2])),
+        lambda m, w, b: hk.losses.cross_entropy(m(b[0]), b[1]),
+    )
+    batch = x, torch.arange(8) % 2, torch.arange(8)
+    given = Experts(False), hk.SampleWeights(8), batch, batch
+    whole, pieces = (hk.kfac(0.1).compute(p, *given) for p in (problem, hk.training.Accumulated(problem, 4)))
+    assert whole.stats["coverage"] == pieces.stats["coverage"] > 0.5
+    assert ("uncalled" in whole.stats) == ("uncalled" in pieces.stats)

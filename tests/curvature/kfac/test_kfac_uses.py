@@ -387,3 +387,30 @@ def test_flattened_tokens_in_pieces_are_not_taken_for_examples(monkeypatch: pyte
     with warnings.catch_warnings():
         warnings.simplefilter("error", hk.HyperkronWarning)
         hk.attribute(loss, case.model, case.inner_batch, case.inner_batch, batch_size=3)
+
+
+class InPlace(nn.Module):
+    """Adds to the input of a layer, of which autograd has kept a copy, because it was not contiguous."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.first, self.layer, self.head = nn.Linear(3, 2), layer, nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).mT
+        x += self.layer(x)
+        return self.head(x.tanh().mean(1))
+
+
+@pytest.mark.parametrize("method", [hk.kfac, hk.ekfac])
+@pytest.mark.parametrize("kind", [lambda: nn.Linear(4, 4), lambda: nn.GroupNorm(1, 2)], ids=["linear", "norm"])
+def test_an_input_that_changes_in_place_before_it_is_read_is_refused(kind: Any, method: Any) -> None:
+    """Such a model trains, and A was that of the changed input."""
+    layer = kind()
+    case = make(InPlace(layer), (4, 3), loss="cross_entropy")
+    case.inner(case.model, case.hyper, case.inner_batch).backward()
+    with pytest.raises(hk.HyperkronError, match=r"input of layer.* was changed in place .*x = x \+ y"):
+        method(0.1).compute(*case.arguments)
+    layer.weight.requires_grad_(False)
+    if isinstance(layer, nn.Linear):  # for a bias alone no input is read
+        method(0.1).compute(*case.arguments)

@@ -249,6 +249,7 @@ class _Merged:
         if not self.counts:
             whole.l2, whole.scales, whole.uncalled = part.l2, part.scales, part.uncalled
         self.counts.append(counts)
+        whole.uncalled = [name for name in whole.uncalled if name in part.uncalled]
         whole.in_half = whole.in_half or part.in_half
         for name, factor in part.a.items():
             add_to(whole.a, name, scaled(factor, part.rows[name]))

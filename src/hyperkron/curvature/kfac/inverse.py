@@ -47,7 +47,7 @@ Split = Literal["pi", "plain", "exact"] | SplitFunction
 
 BlockInverses = FactoredInverses | EigenInverses
 MOST_RATIO = 1e24
-"""The largest ratio of two factors' sizes; beyond it (vanishing gradients in a deep network) one damping would be 0."""
+"""The largest ratio of two factors' sizes; beyond it (vanishing gradients, or a factor of 0) one damping would be 0."""
 
 
 def load_inverses(state: dict[str, Any]) -> BlockInverses:
@@ -70,7 +70,7 @@ def split_damping(mean_a: Tensor, mean_b: Tensor, damping: Tensor, split: str) -
     root = damping.sqrt()
     if split == "plain":
         return root, root
-    pi = torch.where((mean_a > 0) & (mean_b > 0), (mean_a / mean_b).clamp(1 / MOST_RATIO, MOST_RATIO).sqrt(), 1.0)
+    pi = (mean_a / mean_b).nan_to_num(1.0).clamp(1 / MOST_RATIO, MOST_RATIO).sqrt()
     return pi * root, root / pi
 
 

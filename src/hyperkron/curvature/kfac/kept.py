@@ -90,11 +90,6 @@ class KeptGradients:
             self.parts.clear()
 
     @property
-    def first(self) -> list[LayerGradients]:
-        """The gradients of the first part; none if they are not complete."""
-        return self.parts[0][1] if self.complete and self.parts else []
-
-    @property
     def complete(self) -> bool:
         return self.fits and not self.left
 

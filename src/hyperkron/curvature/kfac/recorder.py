@@ -27,10 +27,9 @@ from hyperkron.curvature.kfac.kept import LayerGradients
 from hyperkron.curvature.kfac.layers import WeightSharing
 from hyperkron.curvature.kfac.measured import Measured, Measurement
 from hyperkron.curvature.kfac.owners import Deliveries
-from hyperkron.curvature.kfac.taps import no_grad_no_autocast, parameters_of, with_last
+from hyperkron.curvature.kfac.taps import check_unchanged, no_grad_no_autocast, parameters_of, with_last
 from hyperkron.losses import Loss
 from hyperkron.sharding import any_sharded
-from hyperkron.solution import HyperkronError
 from hyperkron.trees import HALF_TYPES, Tree
 
 
@@ -43,7 +42,7 @@ class _Call:
     rows: int
     masked: bool = False  # whether only rows that a gradient has ``reached`` count
     reached: Tensor | None = None
-    version: int = 0  # of x, to detect changes in place
+    version: int | None = None  # of x, to detect changes in place, where its values count
     input: Tensor | None = None  # x, if gradients of examples are kept
     single: bool = False  # whether each example has a single row
 
@@ -109,7 +108,7 @@ class Recorder:
             yield
 
     def _on_block(self, block: Block, module: nn.Module, given: tuple[Any, ...], named: Any, output: Tensor) -> Tensor:
-        if self._replaced(module):
+        if self._without_theta(module, output):
             return output
         output, measured = self.layers.registered(block.name, block.names, output)
         if not measured:
@@ -127,9 +126,12 @@ class Recorder:
         token = self.tokens[call.single]
         return self.layers.tapped(block.name, x, output, token, partial(self._on_gradient, call))
 
-    def _replaced(self, module: nn.Module) -> bool:
-        """Whether a parameter is not θ in this call, so that the gradient at the output is not that of θ: it is frozen,
-        ``functional_call`` has put another tensor in its place, or the layer is a copy made inside the loss."""
+    def _without_theta(self, module: nn.Module, output: Tensor) -> bool:
+        """Whether the gradient at the output is not that of θ: the call has no rows, as that of an expert without
+        tokens, or a parameter is frozen, ``functional_call`` has put another tensor in its place, or the layer is a
+        copy made inside the loss."""
+        if not output.numel() and self.owners is None:  # other processes may have rows
+            return True
         own, now = self._own.get(module), [p for p in module._parameters.values() if p is not None]
         if own is not None and self.copies:  # made from θ, so that they are no leaves
             return any(trained and p.is_leaf for (_, trained), p in zip(own, now, strict=False))
@@ -142,7 +144,7 @@ class Recorder:
     def _on_diagonal(
         self, names: dict[str, str], module: nn.Module, given: tuple[Any, ...], named: Any, output: Tensor
     ) -> Tensor:
-        if self._replaced(module):
+        if self._without_theta(module, output):
             return output
         name = next(iter(names.values()))
         output, measured = self.layers.registered(name, names.values(), output)
@@ -151,12 +153,13 @@ class Recorder:
         given_x: Tensor = given[0] if given else named["input"]
         if not self.how.diagonal:
             return self.layers.tapped(name, given_x, output, None, lambda g: None)
-        x = given_x.detach()
+        x, version = given_x.detach(), given_x._version
         self.lengths[name] = len(x) if x.dim() else 1
         self.plain_lookups = self.plain_lookups or not (x.is_floating_point() or x.dim() > 1)
 
         def receive(g: Tensor) -> None:
             if self._for == "factors":
+                check_unchanged(name, x, version)
                 with no_grad_no_autocast(g):
                     self._diagonals.add(module, names, x, g)
 
@@ -171,10 +174,11 @@ class Recorder:
         """
         layer = block.layer
         rows, d = output.numel() // (layer.groups * layer.d_out), layer.d_in
+        version = None if block.weight is None else x._version
         if self.basis is not None:
-            return _Call(block, x.detach(), rows)
+            return _Call(block, x.detach(), rows, version=version)
         smaller = x.numel() < layer.groups * d * (rows if self.inputs.few(rows, d) else d)
-        call = _Call(block, x, rows, masked=layer.tokens and x.dim() > 2, version=x._version)
+        call = _Call(block, x, rows, masked=layer.tokens and x.dim() > 2, version=version)
         if call.masked or (smaller and self.owners is not None):
             self.waiting.append(call)
         elif layer.keeps_input and smaller:
@@ -277,6 +281,7 @@ class Recorder:
         for call in calls:
             passed = self._passed.pop(call)
             assert call.input is not None
+            check_unchanged(call.block.name, call.input, call.version)
             with no_grad_no_autocast(call.input):
                 made = LayerGradients.of(call.block, call.input, [g for _, g in passed], self.dtype)
             for (for_others, _), one in zip(passed, made, strict=True):
@@ -352,11 +357,7 @@ class Recorder:
         """Add the input of a call to A."""
         block, x, call.x = call.block, call.x, None
         assert x is not None
-        if self.owners is not None and x._version != call.version:
-            raise HyperkronError(
-                f"the input of {block.name} was changed in place after the layer was called, before its factors were "
-                "sent to another process; use an operation that is not in place (x = x + y for x += y)."
-            )
+        check_unchanged(block.name, x, call.version)
         with no_grad_no_autocast(x):
             for sums, _, sharing in self._factors:
                 count: int | Tensor
@@ -404,6 +405,7 @@ class Recorder:
                 found.reached = (*found.reached, block.name)
             if block.name in self.basis:
                 assert call.x is not None
+                check_unchanged(block.name, call.x, call.version)
                 q_a, q_b = self._basis_of(block.name)
                 scale = found.scales.get(block.name)
                 q_a = q_a if scale is None else q_a / scale.mT

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hyperkron.solution import HyperkronError
+
 
 class no_grad_no_autocast:
     """Inside the block there is neither autograd nor the model's autocast: factors are summed there.
@@ -37,6 +39,15 @@ def parameters_of(module: nn.Module) -> list[tuple[int, bool]]:
     They are others inside ``functional_call``, and while a loss has frozen them.
     """
     return [(id(p), p.requires_grad) for p in module._parameters.values() if p is not None]
+
+
+def check_unchanged(name: str, x: Tensor, version: int | None) -> None:
+    """Refuse an input that the model has changed in place; autograd may have kept a copy of it, as under autocast."""
+    if version is not None and x._version != version:
+        raise HyperkronError(
+            f"the input of {name} was changed in place after the layer was called, before KFAC could read it; use an "
+            "operation that is not in place (x = x + y for x += y)."
+        )
 
 
 def same_memory(x: Tensor) -> Tensor:
