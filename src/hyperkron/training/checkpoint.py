@@ -23,9 +23,8 @@ import torch
 
 from hyperkron.collectives import Group
 from hyperkron.solution import HyperkronWarning, warn_once
-from hyperkron.training import files, fingerprint
+from hyperkron.training import files, program
 from hyperkron.training.encoding import CheckpointError, DamagedCheckpoint, join, split
-from hyperkron.training.program import comparable
 from hyperkron.training.sharded import reader
 from hyperkron.training.writing import flush_folder
 
@@ -51,11 +50,9 @@ class About:
     def differences(self, now: About) -> list[str]:
         """The differences to ``now``, one line each."""
         lines: list[str] = []
-        for part in ("model", "hyper"):
-            lines += fingerprint.differences(part, getattr(self, part), getattr(now, part))
-        lines += fingerprint.differences("config", *comparable(self.config, now.config))
-        if self.program is not None and now.program is not None:
-            lines += fingerprint.differences("program", *comparable(self.program, now.program))
+        for part in ("model", "hyper", "config", "program"):
+            before, after = getattr(self, part), getattr(now, part)
+            lines += program.differences(part, before, after) if before is not None and after is not None else ()
         if self.world_size != now.world_size:
             lines.append(f"world size: {self.world_size} in the checkpoint, {now.world_size} in this run")
         return lines
@@ -261,7 +258,7 @@ def newest(folder: str | Path, step: int | None = None, group: Group | None = No
         if wrong:
             warnings.warn(
                 f"damaged checkpoints in {folder} were passed over, continuing from {path.name}:"
-                f"{fingerprint.listed(wrong)}",
+                f"{program.listed(wrong)}",
                 HyperkronWarning,
                 stacklevel=3,
             )
@@ -269,7 +266,7 @@ def newest(folder: str | Path, step: int | None = None, group: Group | None = No
     asked = "" if step is None else f" of step {step}"
     if not wrong:
         raise CheckpointError(f"there is no checkpoint{asked} in {folder}.")
-    raise CheckpointError(f"no checkpoint{asked} in {folder} is intact:{fingerprint.listed(wrong)}")
+    raise CheckpointError(f"no checkpoint{asked} in {folder} is intact:{program.listed(wrong)}")
 
 
 def differences(saved: Saved, now: About, *, allow: bool) -> list[str]:
@@ -280,7 +277,7 @@ def differences(saved: Saved, now: About, *, allow: bool) -> list[str]:
     lines = saved.about.differences(now)
     if lines and not allow:
         raise CheckpointError(
-            f"{saved.path} belongs to another run:{fingerprint.listed(lines)}\n"
+            f"{saved.path} belongs to another run:{program.listed(lines)}\n"
             "Make this run as that one was made, choose another folder, or continue with these changes by "
             "fit(…, allow_changes=True) or run.resume(folder, allow_changes=True)."
         )

@@ -17,12 +17,12 @@ from hyperkron.algorithms import Algorithm, BatchSources, State, StepReport, der
 from hyperkron.collectives import Group
 from hyperkron.problem import Both
 from hyperkron.solution import HyperkronError, Status
-from hyperkron.training import checkpoint, fingerprint
+from hyperkron.training import checkpoint
 from hyperkron.training.callback import Callback, checked
 from hyperkron.training.encoding import CheckpointError
 from hyperkron.training.history import History, JSONLog, Value
 from hyperkron.training.locks import FolderLock
-from hyperkron.training.program import Program
+from hyperkron.training.program import Program, listed, settings, tensors
 from hyperkron.training.randomness import random_state, set_random_state
 from hyperkron.training.sharded import holds_rows, of_all_ranks, own_buffers, resharded, write_rows
 from hyperkron.training.signals import Interrupted, Signals
@@ -70,7 +70,7 @@ class Run:
         self._random: dict[str, Any] | None = None
         self._log: JSONLog | None = None
         self._locks: dict[Path, FolderLock] = {}
-        self._settings = Program(fingerprint.settings(algorithm, state), [state.model, state.hyper])
+        self._settings = Program(settings(algorithm, state), [state.model, state.hyper])
         data = {level: getattr(batches, f"{level}_source") for level in ("inner", "outer", "curvature")}
         parts = {f"{level}_data": source for level, source in data.items() if source is not None}
         parts |= {"problem": state.problem, "model": state.model, "hyper": state.hyper}
@@ -250,7 +250,7 @@ class Run:
 
     def about(self) -> checkpoint.About:
         """A description of this run; a checkpoint is resumed only if its description is the same."""
-        model, hyper = fingerprint.tensors(self.state.model), fingerprint.tensors(self.state.hyper)
+        model, hyper = tensors(self.state.model), tensors(self.state.hyper)
         kinds = {f"callbacks.{i}": type(callback).__qualname__ for i, callback in enumerate(self.callbacks)}
         config = {**self._settings.begin(), **kinds}
         spread = 1 if self.state.problem.divides else self.group.size
@@ -337,7 +337,7 @@ class Run:
         except Exception as error:
             self.load_state_dict(before)
             raise CheckpointError(
-                f"{saved.path} does not fit into this run ({error}), which differs in:{fingerprint.listed(lines)}"
+                f"{saved.path} does not fit into this run ({error}), which differs in:{listed(lines)}"
             ) from error
         return self
 
