@@ -15,7 +15,7 @@ from hyperkron.training import checkpoint
 from hyperkron.training.callback import Callback
 from hyperkron.training.encoding import CheckpointError
 from hyperkron.training.history import Value
-from hyperkron.training.randomness import random_state, set_random_state
+from hyperkron.training.randomness import kept_random_state
 from hyperkron.training.run import Run
 from hyperkron.validation import check_folder, check_one_of, check_whole
 
@@ -61,11 +61,10 @@ class Evaluate(Callback):
 
     def _evaluate(self, run: Run, taken: Collection[str] = ()) -> dict[str, Value] | None:
         modes = {module: module.training for root in (run.state.model, run.state.hyper) for module in root.modules()}
-        random = random_state()
         try:
-            found = self.function(run)
+            with kept_random_state():
+                found = self.function(run)
         finally:
-            set_random_state(random)
             for module, mode in modes.items():
                 module.training = mode
         if found is None:
