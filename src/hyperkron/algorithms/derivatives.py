@@ -177,7 +177,7 @@ def advance(state: State, batches: Iterable[Any], *, drew: bool = False) -> None
 
 def curvature_batch(state: State, batches: BatchSources) -> dict[str, Any]:
     """A new curvature batch as an argument of ``compute``; empty if A is measured on the inner batch."""
-    if batches.curvature_source is None:
+    if "curvature" not in batches.sources:
         return {}
     check_curvature_data(state, batches)
     return {"curvature_batch": batches.curvature()}
@@ -186,14 +186,14 @@ def curvature_batch(state: State, batches: BatchSources) -> dict[str, Any]:
 def check_curvature_data(state: State, batches: BatchSources) -> None:
     """Refuse curvature data if the algorithm measures no curvature."""
     method = state.hypergradient
-    if batches.curvature_source is not None and not (method is not None and method.measures_curvature):
+    if "curvature" in batches.sources and not (method is not None and method.measures_curvature):
         what = (
             "this algorithm uses no hypergradient"
             if method is None
             else f"{type(method).__name__} measures no curvature here"
         )
         raise HyperkronError(
-            f"curvature_data={type(batches.curvature_source).__name__}(…) was given, but {what}; leave it out, or use "
+            f"curvature_data={type(batches.sources['curvature']).__name__}(…) was given, but {what}; leave it out, or use "
             "a hypergradient that measures curvature on data, as AID(hyperkron.kfac()) does."
         )
 

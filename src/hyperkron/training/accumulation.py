@@ -180,7 +180,7 @@ class _Work:
             yield loss, rows(loss.terms, length(part))
 
     def mean(self, inputs: tuple[Tensor, ...], derive: Derive | None = None) -> tuple[Tensor, Gradients]:
-        """Σ_k R_k (J_k, derive(J_k, inputs)) / Σ_k R_k at these values of the parameters; J alone without ``derive``."""
+        """Σ_k R_k (J_k, derive(J_k, inputs)) / Σ_k R_k at these values of the parameters; else J alone."""
         leaves = tuple(x.detach().requires_grad_(derive is not None) for x in inputs)
         value, sums, counts = torch.zeros((), device="cpu"), list[Tensor | None]([None] * len(inputs)), []
         with torch.set_grad_enabled(derive is not None):

@@ -55,7 +55,7 @@ class Run:
     ) -> None:
         self.algorithm, self.state = algorithm, state
         derivatives.check_curvature_data(state, batches)
-        self.batches = RecordedBatches(batches.inner_source, batches.outer_source, batches.curvature_source)
+        self.batches = RecordedBatches(batches)
         self.callbacks = checked(callbacks)
         check_callable("clock", clock, "pass a function that returns seconds, such as time.perf_counter")
         self.clock, self.record_failure = clock, record_failure
@@ -71,8 +71,7 @@ class Run:
         self._log: JSONLog | None = None
         self._locks: dict[Path, FolderLock] = {}
         self._settings = Program(settings(algorithm, state), [state.model, state.hyper])
-        data = {level: getattr(batches, f"{level}_source") for level in ("inner", "outer", "curvature")}
-        parts = {f"{level}_data": source for level, source in data.items() if source is not None}
+        parts: dict[str, Any] = {f"{level}_data": source for level, source in batches.sources.items()}
         parts |= {"problem": state.problem, "model": state.model, "hyper": state.hyper}
         self._program = Program(parts, [state.model, state.hyper])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -138,8 +139,8 @@ class Note:
 class RecordedBatches(BatchSources):
     """Records the batches of a step after :meth:`begin`, and returns the same ones again after :meth:`rewind`."""
 
-    def __init__(self, inner: Any, outer: Any, curvature: Any = None) -> None:
-        super().__init__(inner, outer, curvature)
+    def __init__(self, batches: BatchSources) -> None:
+        self.sources = batches.sources
         self.end()
 
     def begin(self) -> None:
@@ -173,14 +174,8 @@ class RecordedBatches(BatchSources):
         self.notes.append(Note(level, kind, value, None if same_random_state(before, after) else after))
         return value
 
-    def inner(self) -> Any:
-        return self.note("inner", "batch", super().inner)
-
-    def outer(self) -> Any:
-        return self.note("outer", "batch", super().outer)
-
-    def curvature(self) -> Any:
-        return self.note("curvature", "batch", super().curvature)
+    def next(self, level: str) -> Any:
+        return self.note(level, "batch", partial(super().next, level))
 
     def finite(self, algorithm: str) -> tuple[Examples, Examples]:
         inner, outer = super().finite(algorithm)
@@ -188,16 +183,17 @@ class RecordedBatches(BatchSources):
 
     def examples(self, note: Note) -> Any:
         """The batch of a note, also if the note has only its number."""
-        return note.value if note.kind == "batch" else getattr(self, f"{note.level}_source").batch(note.value)
+        source: Any = self.sources[note.level]
+        return note.value if note.kind == "batch" else source.batch(note.value)
 
     def describe(self) -> list[dict[str, Any]]:
         """The batches of the step as plain values: integers that identify examples, and rows that are not finite."""
         described = []
         for note in self.notes:
             found: dict[str, Any] = {"level": note.level}
-            batch = self.examples(note)
-            if note.kind == "index":
-                first = note.value * getattr(self, f"{note.level}_source").batch_size
+            batch, source = self.examples(note), self.sources[note.level]
+            if note.kind == "index" and isinstance(source, Examples):
+                first = note.value * source.batch_size
                 found |= {"batch": note.value, "examples": [first, first + len(batch[0]) - 1]}
             described.append({**found, "tensors": [_tensor(place, x) for place, x in tensors_of("batch", batch)]})
         return described
