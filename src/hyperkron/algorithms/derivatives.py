@@ -193,8 +193,8 @@ def check_curvature_data(state: State, batches: BatchSources) -> None:
             else f"{type(method).__name__} measures no curvature here"
         )
         raise HyperkronError(
-            f"curvature_data={type(batches.sources['curvature']).__name__}(…) was given, but {what}; leave it out, or use "
-            "a hypergradient that measures curvature on data, as AID(hyperkron.kfac()) does."
+            f"curvature_data={type(batches.sources['curvature']).__name__}(…) was given, but {what}; leave it out, or "
+            "use a hypergradient that measures curvature on data, as AID(hyperkron.kfac()) does."
         )
 
 

@@ -50,8 +50,15 @@ class TrainingSnapshot:
         if random:
             set_random_state(self._random)
 
+    def meant(self, name: str) -> bool:
+        """Whether what :func:`_updated` calls ``name`` is a buffer that was not finite before, as a mask of −inf, or
+        one that is not saved."""
+        _, _, own = name.partition("buffer ")
+        earlier = [self._saved[part][own] for part in ("model", "hyper") if own in self._saved[part]]
+        return bool(own) and not (earlier and trees.is_finite({own: earlier[0]}))
 
-def refuse_non_finite(state: State) -> None:
+
+def refuse_non_finite(state: State, before: TrainingSnapshot) -> None:
     """Raise an error if a step has produced NaN or infinity; one copy to the host for each device."""
     floating = ((name, x) for name, x in _updated(state) if isinstance(x, Tensor) and x.is_floating_point())
     tensors = {name: x.detach() for name, x in floating if x.numel() > 0}
@@ -60,7 +67,7 @@ def refuse_non_finite(state: State) -> None:
         by_device.setdefault(x.device, {})[name] = x
     if all(trees.is_finite(found) for found in by_device.values()):
         return
-    bad = [name for name, x in tensors.items() if not trees.is_finite({name: x})]
+    bad = [name for name, x in tensors.items() if not trees.is_finite({name: x}) and not before.meant(name)]
     if bad:
         raise NonFiniteError(
             f"step {state.step - 1} left nan or infinite values in {', '.join(bad[:5])}; lower the step sizes, clip "
@@ -92,7 +99,7 @@ def undoable_step(run: Any, guards: Sequence[Callback]) -> StepReport:
         while True:
             try:
                 report: StepReport = run.algorithm.step(state, run.batches)
-                refuse_non_finite(state)
+                refuse_non_finite(state, before)
                 for guard in guards:
                     guard.on_report(run, report)
                 return report
