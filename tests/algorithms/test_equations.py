@@ -203,11 +203,11 @@ def test_saba_reduces_the_variance_of_every_oracle_by_its_table() -> None:
     tables = {name: [torch.zeros(())] * 3 for name in ("inner", "product", "crossed", "b", "direct")}
     for i, j in [(0, 2), (2, 1), (1, 0), (0, 0), (2, 2)]:
         with derivatives.at_point(state) as here:
-            found = here.parts(inner.batch(i), outer.batch(j), state.trees["v"], hk.curvature.Hessian())
+            _, found = here.parts(inner.batch(i), outer.batch(j), state.trees["v"], hk.curvature.Hessian())
         along = {}
         for name, table in tables.items():
             source, k = (inner, i) if name in ("inner", "product", "crossed") else (outer, j)
-            (new,) = getattr(found, name).values()
+            (new,) = found[name].values()
             along[name] = source.share(k) * new - table[k] + sum(table) / 3
             table[k] = source.share(k) * new
         theta = model.weight.detach() - 0.2 * along["inner"]

@@ -19,7 +19,7 @@ from hyperkron.cross.adjoint import adjoint, example_losses, mixes_examples
 from hyperkron.cross.precision import FLOAT32, FLOAT64, HALF, precision, tf32
 from hyperkron.cross.state import CrossState, Way, inner_key
 from hyperkron.cross.ways import difference, filled, forward_and_slope, half, moves_as_its_gradient, reverse, slope
-from hyperkron.cross.weighting import ChangedError, Weighted
+from hyperkron.cross.weighting import ChangedError, Found
 from hyperkron.curvature.base import Operator
 from hyperkron.curvature.matrix_free import lowered
 from hyperkron.evaluation.differentiation import UndifferentiableError, in_half_precision
@@ -36,17 +36,6 @@ WARN_ABOVE = 0.05
 """A finite difference with a given radius (SAMA) warns above this relative error, which is an angle of 3°."""
 ADJOINT_AGREEMENT = 0.1
 """The largest difference that rounding explains between changes by :mod:`~hyperkron.cross.adjoint` and by gradients."""
-
-
-@dataclass(frozen=True)
-class _Found:
-    """X(v) and the changes along v it was computed from; ``error`` and ``spread`` are how they vary with the radius."""
-
-    way: Way
-    cross: Tree
-    changes: Tensor
-    error: float = 0.0
-    spread: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -142,7 +131,7 @@ class _Search:
         self.point, self.v, self.mode, self.radius = point, v, mode, radius
         self.reasons: list[str] = []
 
-    def best(self, before: Way) -> _Found:
+    def best(self, before: Way) -> Found:
         """The cheapest way that is correct; ``before`` is the last decision."""
         point = self.point
         loss = point.inner()
@@ -180,9 +169,9 @@ class _Search:
         kinds, last = [(way.mode, way.full) for way in ways], (before.mode, before.full)
         return ways[kinds.index(last) :] if last in kinds else ways
 
-    def _cheapest(self, loss: Loss, ways: list[Way]) -> _Found:
+    def _cheapest(self, loss: Loss, ways: list[Way]) -> Found:
         """If λ only weights: the first of ``ways`` that is accurate and correct; else double backward."""
-        best: _Found | None = None
+        best: Found | None = None
         stopped = False
         for way in ways:
             found = self._tried(way)
@@ -200,7 +189,7 @@ class _Search:
         self._warn_stopped() if stopped else self._warn_inexact(best.error)
         return best
 
-    def _exact_if_possible(self) -> _Found:
+    def _exact_if_possible(self) -> Found:
         """If λ does more than weight: an exact way if there is one, else a difference with a warning."""
         point = self.point
         for mode in ("reverse", "forward") if self.mode == "auto" else ("forward", "reverse"):
@@ -225,7 +214,7 @@ class _Search:
 
     # --- forward and difference ------------------------------------------------------------------------------------
 
-    def _forward(self, loss: Loss, form: str) -> _Found:
+    def _forward(self, loss: Loss, form: str) -> Found:
         """Forward mode if its tangents agree with the gradients, else double backward."""
         try:
             found = self._searched(Way("forward", form))
@@ -234,7 +223,7 @@ class _Search:
         right = self._moves_by_gradient(loss, found) if form else self._tangent_is_slope(found.changes)
         return found if right else self._replaced(self._tried(Way("reverse"))) or found
 
-    def _difference(self, loss: Loss, form: str) -> _Found:
+    def _difference(self, loss: Loss, form: str) -> Found:
         """The finite difference with the given radius if one with a small radius is correct, else double backward."""
         point, v = self.point, self.v
         fine = _Search(point, v, "auto", None)
@@ -269,7 +258,7 @@ class _Search:
             )
         return replace(near, way=way, cross=cross, error=error)
 
-    def _instead_of(self, failure: RuntimeError) -> _Found:
+    def _instead_of(self, failure: RuntimeError) -> Found:
         """Double backward if the ``failure`` is that the inner loss needs gradients in θ, or is different without."""
         known = isinstance(failure, ChangedError) or "not require grad" in str(failure)
         exact = self._tried(Way("reverse")) if known else None
@@ -277,7 +266,7 @@ class _Search:
             raise failure
         return self._replaced(exact) or exact
 
-    def _replaced(self, exact: _Found | None) -> _Found | None:
+    def _replaced(self, exact: Found | None) -> Found | None:
         """``exact`` (double backward) instead of the requested way, which would be wrong; warns once."""
         if exact is None:
             self._warn_stopped()
@@ -299,7 +288,7 @@ class _Search:
         usual = precision(self.point)
         return (FLOAT32 if full and usual is not FLOAT64 else usual).radii
 
-    def _tried(self, way: Way, *, needed: bool = True) -> _Found | None:
+    def _tried(self, way: Way, *, needed: bool = True) -> Found | None:
         """X(v) by ``way``; if that is impossible, ``None``, with the reason added to ``reasons``.
 
         Memory errors are raised if the way is ``needed``.
@@ -314,12 +303,11 @@ class _Search:
             self.reasons.append(f"{way.mode}: {first_line}")
             return None
 
-    def _searched(self, way: Way) -> _Found:
+    def _searched(self, way: Way) -> Found:
         """X(v) by ``way``; a difference uses the first radius that agrees with the next one, or else the best one."""
         if way.mode != "difference":
-            found = _computed(self.point, self.v, way)
-            return _Found(way, found.cross, found.changes)
-        best: _Found | None = None
+            return replace(_computed(self.point, self.v, way), way=way)
+        best: Found | None = None
         ways = [replace(way, radius=radius) for radius in self.radii(way.full)]
         wide = _computed(self.point, self.v, ways[0])
         for at, next_way in itertools.pairwise(ways):
@@ -327,14 +315,14 @@ class _Search:
             error = 1.5 * _distance(wide.cross, narrow.cross)  # exact for an error that grows linearly with the radius
             if best is None or error < best.error:
                 spread = 1.5 * _distance({"": wide.changes}, {"": narrow.changes}) if wide.parts else 0.0
-                best = _Found(at, wide.cross, wide.changes, error, spread)
+                best = replace(wide, way=at, error=error, spread=spread)
             if error <= precision(self.point).tolerance:
                 break
             wide = narrow
         assert best is not None
         return best
 
-    def _moves_by_gradient(self, loss: Loss, found: _Found) -> bool:
+    def _moves_by_gradient(self, loss: Loss, found: Found) -> bool:
         """Whether the row losses change along v as their gradients say, beyond rounding and their own error."""
         point = self.point
         if found.changes.numel() == 0:
@@ -386,20 +374,20 @@ def _by_pass(point: Point, v: Tree, way: Way) -> Tree:
     return point.run(Pass("cross term", work, v, key=lambda: way))
 
 
-def _computed(point: Point, v: Tree, way: Way) -> Weighted:
+def _computed(point: Point, v: Tree, way: Way) -> Found:
     """X(v) by ``way``, and the changes along v it was computed from."""
     if way.mode == "reverse":
-        return Weighted(reverse(point, v), [])
+        return Found(reverse(point, v))
     if way.mode == "adjoint":
         return adjoint(point, v, way.form)
     if way.mode == "forward" and way.form:
         return weighting.forward(point, v, way.form)
     if way.mode == "forward":
         found, tangent = forward_and_slope(point, v)
-        return Weighted(found, [tangent])
+        return Found(found, [tangent])
     if way.form:
         return weighting.difference(point, v, way.radius, way.form, way.full)
-    return Weighted(difference(point, v, way.radius, way.full), [])
+    return Found(difference(point, v, way.radius, way.full))
 
 
 def _distance(found: Tree, wanted: Tree) -> float:

@@ -312,7 +312,7 @@ class Run:
         lines = [] if saved is None else checkpoint.differences(saved, self.about(), allow=allow_changes)
         found, differs = self.group.numbers(0 if saved is None else saved.step, len(lines))[0]
         saved = saved or checkpoint.newest(folder, int(found), group=group)
-        content = saved.state if group is None else resharded(saved.state, self.state, group)
+        content = saved.state if group is None else resharded(saved.state, self.state)
         if not differs:
             try:
                 self.load_state_dict(content)
