@@ -153,15 +153,19 @@ class Loader(Source):
                 generator.set_state(state[name])
 
     def state_dict(self) -> dict[str, Any]:
-        state = {"epoch": self.epoch, "served": self.served, "random": dict(self._start), "now": self._own_random()}
-        return state if self._draws_seed else {**state, "draws_seed": False}
+        return {
+            "epoch": self.epoch,
+            "served": self.served,
+            "random": dict(self._start),
+            "now": self._own_random(),
+            "draws_seed": self._draws_seed,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._iterator, self.epoch, self.served = None, state.get("epoch", self.epoch), 0
+        self._iterator, self.epoch, self.served = None, state["epoch"], 0
         if not state["random"]:
             return
-        now = self._random()
-        draws_seed = state.get("draws_seed", True)
+        now, draws_seed = self._random(), state["draws_seed"]
         if self._new_workers and not draws_seed:
             iter(self.iterable)  # so that the workers are there already
         self._set_random(state["random"])
@@ -169,7 +173,7 @@ class Loader(Source):
             torch.empty((), dtype=torch.int64, device="cpu").random_(generator=self._generators().get("own"))
         for _ in range(state["served"]):
             self.next()
-        self._set_random({"global": now["global"], **state.get("now", {})})  # another loader may share a generator
+        self._set_random({"global": now["global"], **state["now"]})  # another loader may share a generator
         self._start, self._draws_seed = dict(state["random"]), draws_seed
 
 

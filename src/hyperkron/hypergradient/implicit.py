@@ -369,7 +369,7 @@ class Implicit(Hypergradient):
         loaded.cross.load_state_dict(state["cross"])
         if not self.cross.accepts(loaded.cross):
             loaded.cross = CrossState()
-        loaded.start, loaded.calls, loaded.plain = state["start"], state["calls"], state.get("plain", False)
+        loaded.start, loaded.calls, loaded.plain = state["start"], state["calls"], state["plain"]
         self.state = loaded
         self._forget_recordings()  # they use the generator and the inverses of the old state
 

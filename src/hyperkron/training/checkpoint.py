@@ -45,14 +45,13 @@ class About:
     hyper: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, str] = field(default_factory=dict)  # the settings of the run, a line each
     world_size: int = 1  # over how many processes it is spread
-    program: Mapping[str, str] | None = None  # what the run computes, a line each; ``None`` if not recorded
+    program: Mapping[str, str] = field(default_factory=dict)  # what the run computes, a line each
 
     def differences(self, now: About) -> list[str]:
         """The differences to ``now``, one line each."""
         lines: list[str] = []
         for part in ("model", "hyper", "config", "program"):
-            before, after = getattr(self, part), getattr(now, part)
-            lines += program.differences(part, before, after) if before is not None and after is not None else ()
+            lines += program.differences(part, getattr(self, part), getattr(now, part))
         if self.world_size != now.world_size:
             lines.append(f"world size: {self.world_size} in the checkpoint, {now.world_size} in this run")
         return lines
@@ -119,7 +118,7 @@ def write(
 
 def _manifest(step: int, about: About, records: Mapping[str, Any]) -> bytes:
     content = {"format": FORMAT, "step": step, "versions": _versions(), "files": dict(records)}
-    return _sealed(content | {name: value for name, value in vars(about).items() if value is not None})
+    return _sealed(content | vars(about))
 
 
 def _sealed(content: dict[str, Any]) -> bytes:
@@ -231,9 +230,7 @@ def read(path: str | Path, device: torch.device | str | None = None, group: Grou
     records = manifest["files"]
     with files.TensorFile(path / TENSORS, records[TENSORS]) as tensors, reader(path, records, group) as rows:
         state = join(tree, tensors, device, rows)
-    about = About(
-        manifest["model"], manifest["hyper"], manifest["config"], manifest["world_size"], manifest.get("program")
-    )
+    about = About(**{name: manifest[name] for name in vars(About())})
     return Saved(path, manifest["step"], state, about, manifest["versions"])
 
 
@@ -272,7 +269,7 @@ def newest(folder: str | Path, step: int | None = None, group: Group | None = No
 def differences(saved: Saved, now: About, *, allow: bool) -> list[str]:
     """The differences between a checkpoint and the run that continues it; an error unless they are allowed.
 
-    Other versions of Python and torch, and a checkpoint that does not record its program, are warnings.
+    Other versions of Python and torch are warnings.
     """
     lines = saved.about.differences(now)
     if lines and not allow:
@@ -283,9 +280,6 @@ def differences(saved: Saved, now: About, *, allow: bool) -> list[str]:
         )
     if versions := changed_versions(saved.versions):
         text = f"{saved.path} {versions}: the run continues, but perhaps not bit for bit."
-        warnings.warn(text, HyperkronWarning, stacklevel=3)
-    if saved.about.program is None:
-        text = f"{saved.path} does not record code and data of its run: whether they are the same is not known."
         warnings.warn(text, HyperkronWarning, stacklevel=3)
     return lines
 
@@ -307,7 +301,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         for record in manifest["files"].values():
             if type(record["size"]) is not int or type(record["sha256"]) is not str:
                 raise TypeError("a size or hash is missing")
-        for part in ("model", "hyper", "config", "versions", *({"program"} & set(manifest))):
+        for part in ("model", "hyper", "config", "program", "versions"):
             if not all(type(x) is str for x in manifest[part].values()):
                 raise TypeError(f"{part} must hold strings")
     except (AttributeError, KeyError, TypeError) as error:

@@ -239,7 +239,7 @@ class Run:
                 live[name].copy_(x)
         self.batches.load_state_dict(own["draw"])
         self.history.load_state_dict(state["history"])
-        self.seconds = state.get("seconds", 0.0)
+        self.seconds = state["seconds"]
         for callback in self.callbacks:
             found = next((name for name in saved if name.split()[1] == type(callback).__name__), None)
             if found is not None:
