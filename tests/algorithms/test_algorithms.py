@@ -157,7 +157,7 @@ def test_one_configuration_serves_many_runs_that_are_all_the_same(algorithm: Alg
     assert any(report.direction > 0 for report in reports)
 
 
-@pytest.mark.parametrize("name", ["SOBA", "SABA", "SRBA"])
+@pytest.mark.parametrize("name", ["SOBA", "SABA", "SRBA", "Unroll"])
 def test_dropout_draws_a_new_mask_in_every_step_and_one_for_both_points(name: str) -> None:
     masks: list[tuple[float, ...]] = []
 
@@ -172,7 +172,7 @@ def test_dropout_draws_a_new_mask_in_every_step_and_one_for_both_points(name: st
     torch.manual_seed(0)
     model, hyper = nn.Linear(3, 16), hk.as_hyper(torch.zeros(()))
     data = hk.algorithms.Examples(torch.randn(8, 3), batch_size=4)
-    algorithm = getattr(hk.algorithms, name)()
+    algorithm = getattr(hk.algorithms, name)(**({"inner_steps": 1} if name == "Unroll" else {}))
     state = algorithm.init(hk.BilevelProblem(inner, outer), model, hyper)
     for steps in range(1, 5):
         algorithm.step(state, hk.algorithms.BatchSources(data, data))

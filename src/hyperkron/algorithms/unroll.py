@@ -58,5 +58,6 @@ class Unroll(Algorithm):
             state.inner.place(state.trees["initial"])
         result = method.compute(state.problem, state.model, state.hyper, inner_batches, outer_batch)
         state.inner.place(method.lookahead(state.problem, state.model, state.hyper, inner_batches))
-        derivatives.advance(state, inner_batches if self.inner_steps > 1 else [inner_batches])
+        drew = state.model.training  # perhaps: without a number of its own each step would have the same dropout masks
+        derivatives.advance(state, inner_batches if self.inner_steps > 1 else [inner_batches], drew=drew)
         return state.follow(result)
