@@ -142,10 +142,8 @@ class _Search:
             unmoved = half(point) or (coarse and self.mode == "auto")  # the ways that will be tried do not move θ
             moves = unmoved or before.form == f"{form}m"  # weights that moved once are expected to move again
             form = f"{form}m" if moves else weighting.with_motion(point, self.v, self.radii()[0], form)
-        if self.mode == "forward":
-            return self._forward(loss, form)
-        if self.mode == "difference" and not half(point):
-            return self._difference(loss, form)
+        if self.mode == "forward" or (self.mode == "difference" and not half(point)):
+            return self._requested(loss, form)
         if half(point):  # a given radius may be lost in rounding
             self.radius = None
         if form:
@@ -214,41 +212,50 @@ class _Search:
 
     # --- forward and difference ------------------------------------------------------------------------------------
 
-    def _forward(self, loss: Loss, form: str) -> Found:
-        """Forward mode if its tangents agree with the gradients, else double backward."""
+    def _requested(self, loss: Loss, form: str) -> Found:
+        """The requested way if its tangents, or a difference with a small radius, are right; else double backward."""
+        point, v, forward = self.point, self.v, self.mode == "forward"
+        fine = self if forward else _Search(point, v, "auto", None)
+        exact: Found | None = None
         try:
-            found = self._searched(Way("forward", form))
-        except RuntimeError as failure:
-            return self._instead_of(failure)
-        right = self._moves_by_gradient(loss, found) if form else self._tangent_is_slope(found.changes)
-        return found if right else self._replaced(self._tried(Way("reverse"))) or found
-
-    def _difference(self, loss: Loss, form: str) -> Found:
-        """The finite difference with the given radius if one with a small radius is correct, else double backward."""
-        point, v = self.point, self.v
-        fine = _Search(point, v, "auto", None)
-        try:
-            near = fine._searched(Way("difference", form))
-        except RuntimeError as failure:
-            return self._instead_of(failure)
-        if form:
-            right = self._moves_by_gradient(loss, near)
-            truth = None if right else self._tried(Way("reverse"))
+            found = fine._searched(Way(self.mode, form))
+        except RuntimeError as failure:  # the inner loss needs gradients in θ, or is different without
+            known = isinstance(failure, ChangedError) or "not require grad" in str(failure)
+            exact = self._tried(Way("reverse")) if known else None
+            if exact is None:
+                raise
+            right = False
         else:
-            truth = self._tried(Way("reverse"), needed=False)
-            if truth is None:
+            if form:
+                right = self._moves_by_gradient(loss, found)
+            elif forward:
+                right = self._tangent_is_slope(found.changes)
+            elif (exact := self._tried(Way("reverse"), needed=False)) is None:
                 right = moves_as_its_gradient(point, v, fine.radii()[0])
             else:
-                right = _distance(near.cross, truth.cross) <= max(5 * near.error, precision(point).exact)
-        exact = None if right else self._replaced(truth)
-        if exact is not None:
+                right = _distance(found.cross, exact.cross) <= max(5 * found.error, precision(point).exact)
+            if not right and (form or forward):
+                exact = self._tried(Way("reverse"))
+        if not right and exact is None:
+            self._warn_stopped()
+        elif not right and exact is not None:
+            warn_once(
+                f"cross-stopped-{self.mode}",
+                f"cross='{self.mode}' would be wrong: the inner loss holds something constant that moves with θ "
+                "(through detach(), no_grad or a straight-through estimator), or needs gradients in θ itself. Double "
+                "backward was used instead; write cross='reverse', or let λ weight the losses of hyperkron.losses.",
+            )
             return exact
-        way = Way("difference", form, self.radii()[0])
-        cross = _computed(point, v, way).cross
+        return found if forward else self._at_radius(loss, found)
+
+    def _at_radius(self, loss: Loss, near: Found) -> Found:
+        """The difference with the given radius, with a warning if it is far from ``near``, that with a small one."""
+        way = replace(near.way, radius=self.radii()[0])
+        cross = _computed(self.point, self.v, way).cross
         away = _distance(cross, near.cross)
         error = max(away, near.error)
-        if error > WARN_ABOVE and form and in_half_precision(loss.value):  # perhaps only the small step was inaccurate
-            exact = self._tried(Way("adjoint", form), needed=False)
+        if error > WARN_ABOVE and way.form and in_half_precision(loss.value):  # perhaps only the small step was wrong
+            exact = self._tried(Way("adjoint", way.form), needed=False)
             error = error if exact is None else _distance(cross, exact.cross)
         if error > WARN_ABOVE:
             warn_once(
@@ -257,27 +264,6 @@ class _Search:
                 f"{'lower' if away > near.error else 'change'} radius (for SAMA: alpha), or use another cross.",
             )
         return replace(near, way=way, cross=cross, error=error)
-
-    def _instead_of(self, failure: RuntimeError) -> Found:
-        """Double backward if the ``failure`` is that the inner loss needs gradients in θ, or is different without."""
-        known = isinstance(failure, ChangedError) or "not require grad" in str(failure)
-        exact = self._tried(Way("reverse")) if known else None
-        if exact is None:
-            raise failure
-        return self._replaced(exact) or exact
-
-    def _replaced(self, exact: Found | None) -> Found | None:
-        """``exact`` (double backward) instead of the requested way, which would be wrong; warns once."""
-        if exact is None:
-            self._warn_stopped()
-            return None
-        warn_once(
-            f"cross-stopped-{self.mode}",
-            f"cross='{self.mode}' would be wrong: the inner loss holds something constant that moves with θ (through "
-            "detach(), no_grad or a straight-through estimator), or needs gradients in θ itself. Double backward was "
-            "used instead; write cross='reverse', or let λ weight the losses of hyperkron.losses.",
-        )
-        return exact
 
     # --- one way ---------------------------------------------------------------------------------------------------
 

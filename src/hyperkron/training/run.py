@@ -23,7 +23,7 @@ from hyperkron.training.encoding import CheckpointError
 from hyperkron.training.history import History, JSONLog, Value
 from hyperkron.training.locks import FolderLock
 from hyperkron.training.program import Program, listed, settings, tensors
-from hyperkron.training.randomness import random_state, set_random_state
+from hyperkron.training.randomness import kept_random_state, random_state, set_random_state
 from hyperkron.training.sharded import holds_rows, of_all_ranks, own_buffers, resharded, write_rows
 from hyperkron.training.signals import Interrupted, Signals
 from hyperkron.training.undo import RecordedBatches, undoable_step
@@ -373,8 +373,7 @@ def advance_all(
     for run in runs:
         run._set_goal(steps, seconds)
     several = len(runs) > 1
-    outside = random_state() if several else {}
-    with ExitStack() as stack:
+    with kept_random_state() if several else nullcontext(), ExitStack() as stack:
         signals = stack.enter_context(Signals(any(c.catches_signals for run in runs for c in run.callbacks)))
         total = None if steps is None else steps * len(runs)
         bar = stack.enter_context(tqdm(total=total, disable=not progress, unit="step", dynamic_ncols=True))
@@ -390,8 +389,6 @@ def advance_all(
             with run._own_random_state() if several else nullcontext():
                 for callback in run.callbacks if run.failure is None else ():
                     callback.on_end(run)
-    if several:
-        set_random_state(outside)
     if signals.received is not None:
         raise Interrupted(signals.received)
     return list(runs)
