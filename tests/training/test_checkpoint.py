@@ -103,7 +103,7 @@ def forge(path: Path, change: Any = None, **contents: bytes) -> None:
     for name, data in contents.items():
         name = {"state": "state-rank00000.json", "tensors": "tensors-rank00000.safetensors"}[name]
         (path / name).unlink()
-        manifest["files"][name] = files.write_bytes(path / name, data)
+        manifest["files"][name] = files.write(path / name, [data])
     if change is not None:
         change(manifest)
     (path / "manifest.json").write_bytes(checkpoint._sealed(manifest))

@@ -97,12 +97,12 @@ def write(
         try:
             temporary.mkdir()
             records = {TENSORS: files.write_tensors(temporary / TENSORS, tensors)}
-            records[STATE] = files.write_bytes(temporary / STATE, _dump(tree))
+            records[STATE] = files.write(temporary / STATE, [_dump(tree)])
             for name, record in others.items():
                 assert staging is not None
                 (staging / name).rename(temporary / name)
                 records[name] = record
-            files.write_bytes(temporary / MANIFEST, _manifest(step, about, records))
+            files.write(temporary / MANIFEST, [_manifest(step, about, records)])
             flush_folder(temporary)
             _put_in_place(temporary, target)
         except BaseException:
