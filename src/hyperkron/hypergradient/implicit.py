@@ -19,9 +19,9 @@ from hyperkron.curvature import Curvature, CurvatureState, Invertible
 from hyperkron.curvature.base import Eigenbasis
 from hyperkron.evaluation.passes import Pass
 from hyperkron.evaluation.point import Point, independent
+from hyperkron.hypergradient.autocast import too_coarse
 from hyperkron.hypergradient.base import Hypergradient
 from hyperkron.hypergradient.passes import RecordedPasses
-from hyperkron.hypergradient.precision import too_coarse
 from hyperkron.hypergradient.recordings import Answer, Request
 from hyperkron.hypergradient.replay import Replays
 from hyperkron.kernels import graphs

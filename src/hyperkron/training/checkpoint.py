@@ -25,7 +25,7 @@ from hyperkron.collectives import Group
 from hyperkron.solution import HyperkronWarning, warn_once
 from hyperkron.training import files, program
 from hyperkron.training.encoding import CheckpointError, DamagedCheckpoint, join, split
-from hyperkron.training.sharded import reader
+from hyperkron.training.sharded_checkpoint import reader
 from hyperkron.training.writing import flush_folder
 
 FORMAT = 1
@@ -81,7 +81,7 @@ def write(
     """Save ``state`` as ``folder/step-…``: written beside it, flushed to the disk, then renamed.
 
     If it is interrupted by a kill or a full disk, earlier checkpoints stay intact. ``rows`` are the files of other
-    processes (:mod:`hyperkron.training.sharded`): their folder, and the records of their contents.
+    processes (:mod:`hyperkron.training.sharded_checkpoint`): their folder, and the records of their contents.
     """
     folder, about = Path(folder), about or About()
     tree, tensors = split(state)

@@ -24,7 +24,7 @@ from hyperkron.training.history import History, JSONLog, Value
 from hyperkron.training.locks import FolderLock
 from hyperkron.training.program import Program, listed, settings, tensors
 from hyperkron.training.randomness import kept_random_state, random_state, set_random_state
-from hyperkron.training.sharded import holds_rows, of_all_ranks, own_buffers, resharded, write_rows
+from hyperkron.training.sharded_checkpoint import holds_rows, of_all_ranks, own_buffers, resharded, write_rows
 from hyperkron.training.signals import Interrupted, Signals
 from hyperkron.training.undo import RecordedBatches, undoable_step
 from hyperkron.validation import check_callable, check_nonnegative, check_whole
@@ -210,11 +210,12 @@ class Run:
         """Everything the rest of the run depends on, the global random state included."""
         return {
             "state": self.state.state_dict(),
-            "draw": self.batches.state_dict(),
+            "batches": self.batches.state_dict(),
             "history": self.history.state_dict(),
             "seconds": self.seconds,
             "callbacks": dict(zip(self._callback_names(), [c.state_dict() for c in self.callbacks], strict=True)),
             "random": random_state(),
+            "ranks": {},
         }
 
     def _callback_names(self) -> list[str]:
@@ -232,12 +233,12 @@ class Run:
                 "make the run with the callbacks it was saved with."
             )
         self.state.load_state_dict(state["state"])
-        own = {name: state.get(f"{name}s", {}).get(str(self.group.rank), state[name]) for name in ("draw", "random")}
-        if len(buffers := state.get("buffers", {})) == self.group.size:  # otherwise all take those of the first
+        own = {**state, **state["ranks"].get(str(self.group.rank), {})}  # what differs between ranks: else of the first
+        if "buffers" in own and len(state["ranks"]) == self.group.size:
             live = Both(self.state.model, self.state.hyper).state_dict()
-            for name, x in buffers[str(self.group.rank)].items():
+            for name, x in own["buffers"].items():
                 live[name].copy_(x)
-        self.batches.load_state_dict(own["draw"])
+        self.batches.load_state_dict(own["batches"])
         self.history.load_state_dict(state["history"])
         self.seconds = state["seconds"]
         for callback in self.callbacks:
@@ -268,13 +269,13 @@ class Run:
 
     def _save(self, folder: str | Path) -> Path:
         rows, path = None, checkpoint.place(folder, self.state.step)
-        of_each: dict[str, Any] = {}
+        own: dict[str, Any] = {}  # of this rank
         if self.group.size > 1:
             if buffers := own_buffers(self.state, self.group):
-                of_each["buffers"] = buffers
+                own["buffers"] = buffers
             if not self.state.problem.divides:  # data of its own may draw random numbers of its own
-                of_each |= {"draws": self.batches.state_dict(), "randoms": random_state()}
-            of_each = of_all_ranks(of_each, self.group) if of_each else {}
+                own |= {"batches": self.batches.state_dict(), "random": random_state()}
+        ranks = {"ranks": of_all_ranks(own, self.group) if own else {}}
         if self._sharded:
             staging = checkpoint.staging(folder, self.state.step)
             rows = staging, write_rows(staging, self.state_dict(), self.group)
@@ -282,7 +283,7 @@ class Run:
         if self.group.rank == 0:
             try:
                 with self._lock(folder):
-                    checkpoint.write(folder, self.state.step, self.state_dict() | of_each, self.about(), rows)
+                    checkpoint.write(folder, self.state.step, self.state_dict() | ranks, self.about(), rows)
             except CheckpointError as error:
                 failure = error
         if rows is not None and not self.group.all(failure is None) and failure is None:

@@ -66,11 +66,10 @@ def write_rows(staging: Path, state: dict[str, Any], group: Group) -> dict[str, 
 
 
 def of_all_ranks(own: dict[str, Any], group: Group) -> dict[str, dict[str, Any]]:
-    """For the first rank each value of ``own`` as all ranks have it, by their numbers; nothing for the others."""
+    """For the first rank ``own`` of all ranks, by their numbers; nothing for the others."""
     tree, tensors = split(own)
     found = group.of_all({"tree": json.dumps(tree), "tensors": tensors})
-    states = [join(json.loads(x["tree"]), x["tensors"].__getitem__) for x in found]
-    return {name: {str(rank): x[name] for rank, x in enumerate(states)} for name in own if states}
+    return {str(i): join(json.loads(x["tree"]), x["tensors"].__getitem__) for i, x in enumerate(found)}
 
 
 def own_buffers(state: State, group: Group) -> dict[str, Tensor]:
@@ -124,7 +123,7 @@ def resharded(saved: dict[str, Any], state: State) -> dict[str, Any]:
     for name in ("inner", "outer"):
         own[name] = _moments(own[name], getattr(state, name).optimizer)
     own["twins"] = {
-        name: {"params": _placed(twin["params"], live), "mover": _moments(twin["mover"], state.inner.optimizer)}
+        name: {"params": _placed(twin["params"], live), "optimizer": _moments(twin["optimizer"], state.inner.optimizer)}
         for name, twin in own["twins"].items()
     }
     if own["hypergradient"].get("start"):
