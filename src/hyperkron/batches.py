@@ -140,11 +140,9 @@ class Loader(Source):
         held = {name: getattr(part, "generator", None) for name, part in self._parts().items()}
         return {name: found for name, found in held.items() if isinstance(found, torch.Generator)}
 
-    def _own_random(self) -> dict[str, Tensor]:
-        return {name: generator.get_state() for name, generator in self._generators().items()}
-
     def _random(self) -> dict[str, Tensor]:
-        return {"global": torch.get_rng_state(), **self._own_random()}
+        own = {name: generator.get_state() for name, generator in self._generators().items()}
+        return {"global": torch.get_rng_state(), **own}
 
     def _set_random(self, state: dict[str, Tensor]) -> None:
         torch.set_rng_state(state["global"])
@@ -157,7 +155,7 @@ class Loader(Source):
             "epoch": self.epoch,
             "served": self.served,
             "random": dict(self._start),
-            "now": self._own_random(),
+            "now": self._random(),
             "draws_seed": self._draws_seed,
         }
 
@@ -165,7 +163,7 @@ class Loader(Source):
         self._iterator, self.epoch, self.served = None, state["epoch"], 0
         if not state["random"]:
             return
-        now, draws_seed = self._random(), state["draws_seed"]
+        now, draws_seed = torch.get_rng_state(), state["draws_seed"]
         if self._new_workers and not draws_seed:
             iter(self.iterable)  # so that the workers are there already
         self._set_random(state["random"])
@@ -173,7 +171,7 @@ class Loader(Source):
             torch.empty((), dtype=torch.int64, device="cpu").random_(generator=self._generators().get("own"))
         for _ in range(state["served"]):
             self.next()
-        self._set_random({"global": now["global"], **state["now"]})  # another loader may share a generator
+        self._set_random({**state["now"], "global": now})  # another loader may share a generator
         self._start, self._draws_seed = dict(state["random"]), draws_seed
 
 
