@@ -123,19 +123,13 @@ class TensorFile:
         except (SafetensorError, OSError) as error:
             raise DamagedCheckpoint(f"{path.name} is not a safetensors file ({error})") from error
 
-    def __call__(self, name: str) -> Tensor:
-        """A tensor by its name, as a copy."""
+    def __call__(self, name: str, rows: slice | None = None) -> Tensor:
+        """A tensor by its name, or these rows of it, as a copy."""
         try:
-            return torch.clone(self._file.get_tensor(name))
+            return torch.clone(self._file.get_tensor(name) if rows is None else self._file.get_slice(name)[rows])
         except (SafetensorError, TypeError) as error:
-            raise DamagedCheckpoint(f"{self._name} has no tensor {name!r:.100}") from error
-
-    def rows(self, name: str, begin: int, end: int) -> Tensor:
-        """Rows ``begin`` to ``end`` of a tensor, as a copy."""
-        try:
-            return torch.clone(self._file.get_slice(name)[begin:end])
-        except (SafetensorError, TypeError) as error:
-            raise DamagedCheckpoint(f"{self._name} has no rows {begin}–{end} of {name!r:.100}") from error
+            which = "" if rows is None else f"rows {rows.start}–{rows.stop} of "
+            raise DamagedCheckpoint(f"{self._name} has no {which}tensor {name!r:.100}") from error
 
     def __enter__(self) -> TensorFile:
         return self

@@ -106,8 +106,8 @@ def reader(
                 have = own_rows(shape[0], rank, len(opened))
                 begin, end = max(wanted.start, have.start), min(wanted.stop, have.stop)
                 if begin < end:
-                    found.append(file.rows(name, begin - have.start, end - have.start))
-            own = torch.cat(found) if found else opened[0].rows(name, 0, 0)
+                    found.append(file(name, slice(begin - have.start, end - have.start)))
+            own = torch.cat(found) if found else opened[0](name, slice(0, 0))
             if own.shape != (wanted.stop - wanted.start, *shape[1:]):
                 raise DamagedCheckpoint(f"{name} has rows of shape {tuple(own.shape)}, which do not fit {shape}")
             return own if group is None else sharded_over(group, own, shape[0])
