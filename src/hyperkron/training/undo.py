@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -185,8 +186,11 @@ class RecordedBatches(BatchSources):
         return self.note(level, "batch", partial(super().next, level))
 
     def finite(self, algorithm: str) -> tuple[Examples, Examples]:
-        inner, outer = super().finite(algorithm)
-        return (_Watched(inner, "inner", self), _Watched(outer, "outer", self)) if self._active else (inner, outer)
+        given = super().finite(algorithm)
+        watched = copy(given[0]), copy(given[1])
+        for level, examples, own in zip(("inner", "outer"), given, watched, strict=True):
+            own.index = partial(self.note, level, "index", examples.index)  # type: ignore[method-assign]
+        return watched
 
     def examples(self, note: Note) -> Any:
         """The batch of a note, also if the note has only its number."""
@@ -204,17 +208,6 @@ class RecordedBatches(BatchSources):
                 found |= {"batch": note.value, "examples": [first, first + len(batch[0]) - 1]}
             described.append({**found, "tensors": [_tensor(place, x) for place, x in tensors_of("batch", batch)]})
         return described
-
-
-class _Watched(Examples):
-    """The same examples in the same order; their draws are recorded by :class:`RecordedBatches`."""
-
-    def __init__(self, examples: Examples, level: str, batches: RecordedBatches) -> None:
-        self.examples, self.level, self.batches = examples, level, batches
-        self.tensors, self.batch_size = examples.tensors, examples.batch_size
-
-    def index(self) -> int:
-        return self.batches.note(self.level, "index", self.examples.index)
 
 
 def _tensor(place: str, x: Tensor) -> dict[str, Any]:
