@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import warnings
 from collections.abc import Callable, Collection, Mapping
@@ -39,6 +38,8 @@ class Evaluate(Callback):
         >>> Evaluate(lambda run: {"weight": float(run.state.hyper.weight.mean())}, every=10).every
         10
     """
+
+    remembers = ("rows",)
 
     def __init__(
         self,
@@ -90,14 +91,6 @@ class Evaluate(Callback):
     def on_end(self, run: Run) -> None:
         if self.times is not None and (not self.rows or self.rows[-1]["step"] != run.state.step):
             self._evaluate(run)
-
-    def state_dict(self) -> dict[str, Any]:
-        rows = [{name: value for name, value in row.items() if name != "seconds"} for row in self.rows]
-        return {"rows": json.dumps(rows), "seconds": [row["seconds"] for row in self.rows]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        rows = zip(json.loads(state["rows"]), state["seconds"], strict=True)
-        self.rows = [{"seconds": seconds, **row} for row, seconds in rows]
 
 
 def _figures(found: Any, taken: Collection[str]) -> dict[str, Value]:
