@@ -42,8 +42,7 @@ TEACHER = 2**20
 """Bytes of a parameter of a module that is not the run's own, such as a teacher, that are hashed."""
 LISTED = 20
 """Differences that a message lists."""
-_SETTINGS = ("rate", "optimizer", "scheduler", "clip", "project")
-_OPTIONS = ("autocast", "scaler", "each_update")
+_SETTINGS = ("rate", "optimizer", "scheduler", "each_update", "clip", "project", "autocast", "scaler")
 _ENTRIES = frozenset({"forward", "next", "__call__", "__getitem__", "__getitems__", "__iter__", "__next__", "__len__"})
 _MODULE = frozenset(vars(nn.Module())) | {"training"}
 _CODE = re.compile(r"code [0-9a-f]{16}")
@@ -86,12 +85,10 @@ def _read(lines: dict[str, Line]) -> dict[str, str]:
 
 def settings(algorithm: Algorithm, state: State) -> dict[str, Any]:
     """The settings of a run except its data: the algorithm, and the optimizers of both levels."""
-    found: dict[str, Any] = {"algorithm": algorithm}
-    for level, optimizer in (("inner", state.inner), ("outer", state.outer)):
-        found[level] = {name: getattr(optimizer, name) for name in _SETTINGS} | {
-            name: value for name in _OPTIONS if (value := getattr(optimizer, name))
-        }
-    return found
+    levels = {"inner": state.inner, "outer": state.outer}
+    return {"algorithm": algorithm} | {
+        level: {name: getattr(optimizer, name) for name in _SETTINGS} for level, optimizer in levels.items()
+    }
 
 
 def tensors(module: nn.Module) -> dict[str, str]:
