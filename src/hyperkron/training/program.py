@@ -191,8 +191,8 @@ class _Walker:
     def _content(self, x: Any, room: int | None = None) -> Line:
         """The line of a tensor or array; a tensor is read when that is needed, if it was not written to by then."""
         if isinstance(x, Tensor) and x.dim() and not x.is_inference():  # a single number is read now: a learning rate
-            version = x._version
-            return lambda: self._digest(x, room) if x._version == version else MOVING
+            version, digest = x._version, self._digest  # not the walker, which keeps all that it has seen
+            return lambda: digest(x, room) if x._version == version else MOVING
         return self._digest(x, room)
 
     def _collection(self, x: Any, path: str, depth: int) -> None:
