@@ -151,13 +151,11 @@ class Group:
         """Σ over ranks of each tensor, of which every rank gets its own rows, in one collective."""
         sizes = [self._each(x.shape) for x in tensors]
         dtype = reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
-        table = torch.cat(
-            [
-                F.pad(x.detach().reshape(-1).to(dtype), (0, n * self.size - x.numel())).view(self.size, n)
-                for x, n in zip(tensors, sizes, strict=True)
-            ],
-            dim=1,
-        )
+        table = tensors[0].new_zeros(self.size, sum(sizes), dtype=dtype)
+        for part, x in zip(table.split(sizes, dim=1), tensors, strict=True):
+            padded = torch.zeros(part.shape, dtype=dtype, device=x.device).view(-1)
+            padded[: x.numel()] = x.detach().reshape(-1)
+            part.copy_(padded.view(part.shape))
         self._count("scatter", table)
         own = table.new_empty(table.shape[1])
         with _answering():
