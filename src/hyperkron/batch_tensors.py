@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from numbers import Number
 from typing import Any
 
@@ -15,8 +15,15 @@ def tensors_of(name: str, batch: Any) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a batch, by the expression that reaches them."""
     if isinstance(batch, Tensor):
         yield name, batch
-    for place, x in _parts(batch) or ():
-        yield from tensors_of(f"{name}{place}", x)
+    elif isinstance(batch, Mapping):
+        for key, x in batch.items():
+            yield from tensors_of(f"{name}[{key!r}]", x)
+    elif isinstance(batch, (list, tuple)):
+        for i, x in enumerate(batch):
+            yield from tensors_of(f"{name}[{i}]", x)
+    else:
+        for key, x in _fields(batch).items():
+            yield from tensors_of(f"{name}.{key}", x)
 
 
 def map_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
@@ -50,18 +57,13 @@ def shapes_of(batch: Any) -> Any:
     """
     if isinstance(batch, Tensor):
         return batch.shape, batch.dtype
-    if (parts := _parts(batch)) is not None:
-        return type(batch), [(place, shapes_of(x)) for place, x in parts]
-    return batch if batch is None or isinstance(batch, (Number, str, bytes)) else object()
-
-
-def _parts(batch: Any) -> Iterable[tuple[str, Any]] | None:
-    """What a container holds, by the expression that reaches it; ``None`` of anything else."""
     if isinstance(batch, Mapping):
-        return ((f"[{key!r}]", x) for key, x in batch.items())
+        return type(batch), [(key, shapes_of(x)) for key, x in batch.items()]
     if isinstance(batch, (list, tuple)):
-        return ((f"[{i}]", x) for i, x in enumerate(batch))
-    return [(f".{key}", x) for key, x in _fields(batch).items()] or None
+        return type(batch), [shapes_of(x) for x in batch]
+    if fields := _fields(batch):
+        return type(batch), [(key, shapes_of(x)) for key, x in fields.items()]
+    return batch if batch is None or isinstance(batch, (Number, str, bytes)) else object()
 
 
 def _fields(batch: Any) -> dict[str, Any]:
