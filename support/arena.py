@@ -55,7 +55,7 @@ class Arena:
         for name, data in contents.items():
             name = {"state": STATE, "tensors": TENSORS}[name]
             (path / name).unlink()
-            manifest["files"][name] = files.write_bytes(path / name, data)
+            manifest["files"][name] = files.write(path / name, [data])
         if change is not None:
             change(manifest)
         (path / MANIFEST).write_bytes(checkpoint._sealed(manifest))

@@ -141,7 +141,7 @@ def poisoned(method: str, level: str, value: float) -> Outcome:
     with guards() as callbacks:
         run = resuming.start(method, callbacks, 2)
         before = run.state.hyper.weight.detach().clone()
-        source = getattr(run.batches, f"{level}_source")
+        source = run.batches.sources[level]
         tensors = source.tensors if method == "SABA" else source.iterable.dataset.tensors
         tensors[0].view(-1)[:: resuming.FEATURES] = value
         source._iterator = None

@@ -140,11 +140,9 @@ class Loader(Source):
         held = {name: getattr(part, "generator", None) for name, part in self._parts().items()}
         return {name: found for name, found in held.items() if isinstance(found, torch.Generator)}
 
-    def _own_random(self) -> dict[str, Tensor]:
-        return {name: generator.get_state() for name, generator in self._generators().items()}
-
     def _random(self) -> dict[str, Tensor]:
-        return {"global": torch.get_rng_state(), **self._own_random()}
+        own = {name: generator.get_state() for name, generator in self._generators().items()}
+        return {"global": torch.get_rng_state(), **own}
 
     def _set_random(self, state: dict[str, Tensor]) -> None:
         torch.set_rng_state(state["global"])
@@ -153,15 +151,19 @@ class Loader(Source):
                 generator.set_state(state[name])
 
     def state_dict(self) -> dict[str, Any]:
-        state = {"epoch": self.epoch, "served": self.served, "random": dict(self._start), "now": self._own_random()}
-        return state if self._draws_seed else {**state, "draws_seed": False}
+        return {
+            "epoch": self.epoch,
+            "served": self.served,
+            "random": dict(self._start),
+            "now": self._random(),
+            "draws_seed": self._draws_seed,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._iterator, self.epoch, self.served = None, state.get("epoch", self.epoch), 0
+        self._iterator, self.epoch, self.served = None, state["epoch"], 0
         if not state["random"]:
             return
-        now = self._random()
-        draws_seed = state.get("draws_seed", True)
+        now, draws_seed = torch.get_rng_state(), state["draws_seed"]
         if self._new_workers and not draws_seed:
             iter(self.iterable)  # so that the workers are there already
         self._set_random(state["random"])
@@ -169,7 +171,7 @@ class Loader(Source):
             torch.empty((), dtype=torch.int64, device="cpu").random_(generator=self._generators().get("own"))
         for _ in range(state["served"]):
             self.next()
-        self._set_random({"global": now["global"], **state.get("now", {})})  # another loader may share a generator
+        self._set_random({**state["now"], "global": now})  # another loader may share a generator
         self._start, self._draws_seed = dict(state["random"]), draws_seed
 
 
@@ -278,25 +280,30 @@ class BatchSources:
         inner: the data of J_in, anything :func:`as_source` accepts.
         outer: the data of J_out.
         curvature: the data of J_in that A is measured on; ``None`` for the inner batch of the cross term.
+
+    Attributes:
+        sources: by level, ``inner``, ``outer`` and, where there is one, ``curvature``.
     """
 
     def __init__(self, inner: Any, outer: Any, curvature: Any = None) -> None:
-        self.inner_source = as_source(inner, "inner_data")
-        self.outer_source = as_source(outer, "outer_data")
-        self.curvature_source = None if curvature is None else as_source(curvature, "curvature_data")
+        given = {"inner": inner, "outer": outer, **({} if curvature is None else {"curvature": curvature})}
+        self.sources = {level: as_source(data, f"{level}_data") for level, data in given.items()}
+
+    def next(self, level: str) -> Any:
+        """A fresh batch of the ``inner``, the ``outer`` or the ``curvature`` data."""
+        return differentiable_batch(self.sources[level].next())
 
     def inner(self) -> Any:
         """A fresh batch of J_in."""
-        return differentiable_batch(self.inner_source.next())
+        return self.next("inner")
 
     def outer(self) -> Any:
         """A fresh batch of J_out."""
-        return differentiable_batch(self.outer_source.next())
+        return self.next("outer")
 
     def curvature(self) -> Any:
         """A fresh batch of J_in to measure A on, where it has data of its own."""
-        assert self.curvature_source is not None
-        return differentiable_batch(self.curvature_source.next())
+        return self.next("curvature")
 
     def inners(self, count: int) -> Any:
         """``count`` fresh batches of J_in; a plain batch where ``count`` is 1."""
@@ -304,26 +311,23 @@ class BatchSources:
 
     def finite(self, algorithm: str) -> tuple[Examples, Examples]:
         """Both sources as finite sums, or an error that says why ``algorithm`` needs them to be."""
-        for argument, source in (("inner_data", self.inner_source), ("outer_data", self.outer_source)):
-            if not isinstance(source, Examples):
+        for level in ("inner", "outer"):
+            if not isinstance(source := self.sources[level], Examples):
                 raise HyperkronError(
-                    f"{algorithm} returns to batches by their index and to the full sum, which {argument} "
+                    f"{algorithm} returns to batches by their index and to the full sum, which {level}_data "
                     f"({type(source).__name__}) cannot give; pass "
                     "hyperkron.algorithms.Examples(*tensors, batch_size=…)."
                 )
-        assert isinstance(self.inner_source, Examples)
-        assert isinstance(self.outer_source, Examples)
-        return self.inner_source, self.outer_source
+        inner, outer = self.sources["inner"], self.sources["outer"]
+        assert isinstance(inner, Examples) and isinstance(outer, Examples)
+        return inner, outer
 
     def state_dict(self) -> dict[str, Any]:
         """Where all sources stand."""
-        found = {"inner": self.inner_source.state_dict(), "outer": self.outer_source.state_dict()}
-        own = self.curvature_source
-        return found if own is None else {**found, "curvature": own.state_dict()}
+        return {level: source.state_dict() for level, source in self.sources.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the batches that would have followed."""
-        self.inner_source.load_state_dict(state["inner"])
-        self.outer_source.load_state_dict(state["outer"])
-        if self.curvature_source is not None and "curvature" in state:
-            self.curvature_source.load_state_dict(state["curvature"])
+        for level, source in self.sources.items():
+            if level in state:  # curvature data may be new
+                source.load_state_dict(state[level])

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from hyperkron.collectives import ONE_PROCESS, Group
+from hyperkron.kernels.checkpoints import differentiable_checkpoints
 from hyperkron.losses import Loss, Term
 from hyperkron.solution import HyperkronError
 from hyperkron.validation import check_callable, check_takes
@@ -112,12 +113,14 @@ def call_with(module: nn.Module, values: dict[str, Tensor], *args: Any) -> Any:
     """``module(*args)`` with ``values`` in place of the parameters of these names, wherever they are used.
 
     With its default ``tie_weights=True`` torch substitutes twice in a module that is registered under two names, and
-    leaves its substitute there.
+    leaves its substitute there. Activation checkpoints keep their activations, as they would be computed again with
+    other parameters.
     """
     given = {id(p): values[name] for name, p in module.named_parameters() if name in values}
     uses = ((f"{path}.{name}", p) for path, part in module.named_modules() for name, p in part._parameters.items())
     found = {name.removeprefix("."): given[id(p)] for name, p in uses if id(p) in given}
-    return functional_call(module, found, args, tie_weights=False)
+    with differentiable_checkpoints(keep=True):
+        return functional_call(module, found, args, tie_weights=False)
 
 
 def rows(terms: Sequence[Term], examples: int) -> tuple[float, ...]:

@@ -56,7 +56,9 @@ def test_the_curvature_is_measured_on_its_own_batch(name: str, own: bool, monkey
     monkeypatch.setattr(hk.curvature.Hessian, "operator", operator)
     algorithm = WITH[name](hypergradient=hk.cg(3, 0.1, warm_start=True))
     state, data = algorithm.init(SUM.problem(), *SUM.modules()), SUM.batches(2)
-    batches = hk.algorithms.BatchSources(data.inner_source, data.outer_source, curvature_data() if own else None)
+    batches = hk.algorithms.BatchSources(
+        data.sources["inner"], data.sources["outer"], curvature_data() if own else None
+    )
     for _ in range(2):
         algorithm.step(state, batches)
     inner, other = rows([SUM.data()[0]]), rows([curvature_data().full()])
@@ -94,8 +96,8 @@ def test_algorithms_without_such_a_curvature_refuse_it(name: str) -> None:
             SUM.problem(),
             *SUM.modules(),
             ALGORITHMS[name],
-            data.inner_source,
-            data.outer_source,
+            data.sources["inner"],
+            data.sources["outer"],
             steps=1,
             curvature_data=curvature_data(),
         )
@@ -117,7 +119,7 @@ def test_its_place_in_the_data_is_resumed(tmp_path: Path) -> None:
     def run(steps: int) -> hk.Run:
         data = SUM.batches(2)
         algorithm = hk.AID(hk.kfac(0.1), 1)
-        arguments = (SUM.problem(), *SUM.modules(), algorithm, data.inner_source, data.outer_source)
+        arguments = (SUM.problem(), *SUM.modules(), algorithm, data.sources["inner"], data.sources["outer"])
         return hk.fit(*arguments, steps=steps, curvature_data=curvature_data())
 
     def reached(run: hk.Run) -> Tensor:
@@ -127,14 +129,14 @@ def test_its_place_in_the_data_is_resumed(tmp_path: Path) -> None:
     half.save(tmp_path)
     assert torch.equal(reached(run(0).resume(tmp_path).advance(2)), whole)
     data = SUM.batches(2)
-    arguments = (SUM.problem(), *SUM.modules(), hk.AID(hk.kfac(0.1), 1), data.inner_source, data.outer_source)
+    arguments = (SUM.problem(), *SUM.modules(), hk.AID(hk.kfac(0.1), 1), data.sources["inner"], data.sources["outer"])
     with pytest.raises(hk.HyperkronError, match="curvature_data"):
         hk.fit(*arguments, steps=0).resume(tmp_path)
 
 
 def test_a_repeated_step_gets_the_same_batch() -> None:
     numbers = iter(range(9))
-    batches = RecordedBatches(None, None, lambda: next(numbers))
+    batches = RecordedBatches(hk.algorithms.BatchSources(None, None, lambda: next(numbers)))
     batches.begin()
     first = batches.curvature(), batches.curvature()
     batches.rewind()

@@ -50,7 +50,7 @@ def test_the_series_on_one_batch_is_neumann() -> None:
 def test_every_product_has_its_own_batch() -> None:
     problem = Quadratic(examples=6, noise=0.2)
     model, hyper, _, outer = at_random_point(problem)
-    source = problem.batches(2).inner_source
+    source = problem.batches(2).sources["inner"]
     assert isinstance(source, hk.algorithms.Examples)
     x0, x1, x2 = (source.batch(i) for i in range(3))
     found = StochasticNeumann(2, 0.3).compute(problem.problem(), model, hyper, Batches([x0, x1, x2]), outer)
@@ -144,7 +144,7 @@ def test_mrbo_momentum_is_the_recursive_one() -> None:
     problem, eta = Quadratic(examples=6, noise=0.2), 0.25
     model, hyper = problem.modules()
     algorithm = hk.algorithms.MRBO(hk.cg(3, 0.0), eta, inner_rate=0.3, outer_rate=0.2)
-    source, outer = problem.batches(2).inner_source, problem.data()[1]
+    source, outer = problem.batches(2).sources["inner"], problem.data()[1]
     assert isinstance(source, hk.algorithms.Examples)
     order = iter([0, 1, 2, 0])  # a batch for θ, then one for the hypergradient, at each step
     batches = hk.algorithms.BatchSources(lambda: source.batch(next(order)), outer)
@@ -171,7 +171,7 @@ def test_fsla_momentum_is_the_recursive_one() -> None:
     problem, eta = Quadratic(examples=6, noise=0.2), 0.25
     model, hyper = problem.modules()
     algorithm = hk.algorithms.FSLA(momentum=eta, inner_rate=0.3, outer_rate=0.2)
-    source, outer = problem.batches(2).inner_source, problem.data()[1]
+    source, outer = problem.batches(2).sources["inner"], problem.data()[1]
     assert isinstance(source, hk.algorithms.Examples)
     order = iter([0, 1, 2, 1, 2, 0])  # θ, v, λ at each step
     batches = hk.algorithms.BatchSources(lambda: source.batch(next(order)), outer)
@@ -203,11 +203,11 @@ def test_saba_reduces_the_variance_of_every_oracle_by_its_table() -> None:
     tables = {name: [torch.zeros(())] * 3 for name in ("inner", "product", "crossed", "b", "direct")}
     for i, j in [(0, 2), (2, 1), (1, 0), (0, 0), (2, 2)]:
         with derivatives.at_point(state) as here:
-            found = here.parts(inner.batch(i), outer.batch(j), state.trees["v"], hk.curvature.Hessian())
+            _, found = here.parts(inner.batch(i), outer.batch(j), state.trees["v"], hk.curvature.Hessian())
         along = {}
         for name, table in tables.items():
             source, k = (inner, i) if name in ("inner", "product", "crossed") else (outer, j)
-            (new,) = getattr(found, name).values()
+            (new,) = found[name].values()
             along[name] = source.share(k) * new - table[k] + sum(table) / 3
             table[k] = source.share(k) * new
         theta = model.weight.detach() - 0.2 * along["inner"]

@@ -213,7 +213,7 @@ def test_where_tf32_is_too_coarse_small_models_take_float32(
         calls.append(full)
         found = plain(point, v, radius, form)
         off = 0.0 if full and exact_enough else 0.2 * (-1) ** len(calls)
-        return weighting.Weighted(trees.scale(found.cross, 1.0 + off), found.parts)
+        return weighting.Found(trees.scale(found.cross, 1.0 + off), found.parts)
 
     monkeypatch.setattr(weighting, "difference", rounded)
     for module in (choice, precision):

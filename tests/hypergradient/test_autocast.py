@@ -15,7 +15,8 @@ from hyperkron.curvature.kfac.capture import measure
 from hyperkron.curvature.kfac.coverage import plan
 from hyperkron.curvature.kfac.measured import Measurement
 from hyperkron.evaluation.point import Point
-from hyperkron.hypergradient import implicit, precision
+from hyperkron.hypergradient import autocast as coarseness
+from hyperkron.hypergradient import implicit
 from hyperkron.hypergradient.steps import SGD
 from hyperkron.kernels.selection import WithoutAutocast
 
@@ -214,7 +215,7 @@ def test_where_autocast_is_too_coarse_hypergradients_do_without(build: Any, arou
 def test_a_problem_that_says_so_is_believed_whatever_was_found_before(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = models()["tokens"]
     weights, batch = hk.SampleWeights(32), (x, torch.arange(32) % 4, torch.arange(32))
-    monkeypatch.setattr(precision, "MIN_COSINE", 2.0)
+    monkeypatch.setattr(coarseness, "MIN_COSINE", 2.0)
     method = hk.identity(cross="reverse")
     assert method.compute(looking(), model, weights, batch, batch).stats["autocast"] == "too coarse"
     kept = method.compute(problem(True), model, weights, batch, batch)
@@ -271,10 +272,10 @@ def test_what_was_found_is_remembered_by_a_resumed_run(monkeypatch: pytest.Monke
     model, x = models()["tokens"]
     batch = x, torch.arange(32) % 4, torch.arange(32)
     arguments = looking(), model, hk.SampleWeights(32), batch, batch
-    monkeypatch.setattr(precision, "MIN_COSINE", 2.0)
+    monkeypatch.setattr(coarseness, "MIN_COSINE", 2.0)
     method, resumed = hk.identity(), hk.identity()
     method.compute(*arguments)
-    monkeypatch.setattr(precision, "MIN_COSINE", 0.0)
+    monkeypatch.setattr(coarseness, "MIN_COSINE", 0.0)
     resumed.load_state_dict(method.state_dict())
     for known in (method, resumed):
         assert known.compute(*arguments).stats["autocast"] == "too coarse"

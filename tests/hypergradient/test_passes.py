@@ -233,14 +233,14 @@ def test_under_autocast_they_keep_no_casts_of_weights(
     device: str, sharing: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, casts = [], Counter[str]()
-    real = weight_casts._cast
+    real = weight_casts._cast_again
 
-    def seen(x: Tensor) -> Any:
-        cast = real(x)
-        casts.update([str(cast and cast.dtype)])
+    def seen(x: Tensor, known: set[int]) -> Any:
+        cast = real(x, known)
+        casts.update([str(cast and x.dtype)])
         return cast
 
-    monkeypatch.setattr(weight_casts, "_cast", seen)
+    monkeypatch.setattr(weight_casts, "_cast_again", seen)
 
     def inner(model: nn.Module, weights: nn.Module, b: Batch) -> hk.losses.Loss:
         with torch.autocast(device, torch.bfloat16):

@@ -54,7 +54,7 @@ def test_bounded_products_are_split_as_they_are(largest: float, monkeypatch: pyt
     """To the digits of float32, relative to the largest numbers; nothing is scaled."""
     a, b = matrices(5, 30, 40, spread=2.0), matrices(5, 40, 20)
     a, b = ((largest * x / x.abs().max()).float() for x in (a, b))
-    monkeypatch.setattr(split_products, "_halves", None)
+    monkeypatch.setattr(split_products, "_in_range", None)
     size = 2.0**-22 * 40**0.5 * float(a.abs().max() * b.abs().max())
     with split_products.bounded():
         for v, x, y in ((torch.zeros(5, 30, 20), a, b), (torch.zeros(5, 20, 30), b.mT, a.mT)):

@@ -24,7 +24,7 @@ from hyperkron.curvature.kfac.coverage import plan
 from hyperkron.curvature.kfac.owners import Owners
 from hyperkron.sharded_functions import sharded_over, squared_norms, taken
 from hyperkron.training.encoding import CheckpointError
-from hyperkron.training.sharded import write_rows
+from hyperkron.training.sharded_checkpoint import write_rows
 
 
 @pytest.fixture(scope="module")

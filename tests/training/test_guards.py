@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import hyperkron as hk
 from guarding import Poison, memory, network, prepare
@@ -103,6 +104,22 @@ def test_what_a_step_leaves_non_finite_is_found_whatever_its_shape(
     run.advance(1)
     assert run.history[-1]["status"] == "SKIPPED" and spoilt in str(run.history[-1]["reason"])
     assert all(bool(x.isfinite().all()) for x in held.values())
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_mask_of_infinities_is_no_failure(persistent: bool) -> None:
+    """Attention masks are often such buffers; all steps were skipped."""
+    model, hyper = nn.Linear(3, 3), hk.as_hyper(torch.zeros(3))
+    model.register_buffer("mask", torch.tensor([0.0, 0.0, -math.inf]), persistent=persistent)
+    problem = hk.BilevelProblem(
+        lambda m, h, x: ((m(x) + m.mask).softmax(-1) - h()).square().mean(), lambda m, h, x: m(x).square().mean()
+    )
+    x = torch.ones(2, 3)
+    run = hk.fit(problem, model, hyper, hk.algorithms.aid_cg(1), x, x, steps=2, callbacks=hk.training.default_guards())
+    assert "SKIPPED" not in run.history.column("status")
+    model.weight.data.fill_(math.nan)
+    with pytest.raises(hk.HyperkronError):
+        run.advance(5)
 
 
 def test_the_run_ends_after_n_in_a_row_and_names_the_file_with_the_batches(tmp_path: Path) -> None:

@@ -87,8 +87,8 @@ def test_a_repeated_step_is_the_one_that_would_have_been(loader: bool, tmp_path:
 
     small, halved = make(1000, 3 if not loader else 2), make(3 if not loader else 2, None)
     a, b = small.state_dict(), halved.state_dict()
-    assert digest([a[k] for k in ("state", "draw", "random")], tmp_path) == digest(
-        [b[k] for k in ("state", "draw", "random")], tmp_path
+    assert digest([a[k] for k in ("state", "batches", "random")], tmp_path) == digest(
+        [b[k] for k in ("state", "batches", "random")], tmp_path
     )
 
 

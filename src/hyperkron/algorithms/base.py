@@ -198,7 +198,9 @@ class State:
             "hypergradient": hypergradient,
             "trees": {name: copies(tree) for name, tree in self.trees.items()},
             "numbers": dict(self.numbers),
-            "twins": {name: {"params": twin.values(), "mover": twin.state_dict()} for name, twin in self.twins.items()},
+            "twins": {
+                name: {"params": twin.values(), "optimizer": twin.state_dict()} for name, twin in self.twins.items()
+            },
             "generator": self.generator.get_state(),
         }
 
@@ -220,7 +222,7 @@ class State:
         self.numbers = dict(state["numbers"])
         for name, twin in self.twins.items():
             twin.place(state["twins"][name]["params"])
-            twin.load_state_dict(state["twins"][name]["mover"])
+            twin.load_state_dict(state["twins"][name]["optimizer"])
         self.generator.set_state(state["generator"])
         torch.clear_autocast_cache()
 

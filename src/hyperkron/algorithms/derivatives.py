@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -42,27 +42,14 @@ class Gradients:
     hyper: Tree
 
 
-@dataclass(frozen=True)
-class FormulaParts:
-    """The pieces of the implicit formula at one (θ, λ, v): ∂θ g, Hv, X(v), b = ∂θ f, ∂λ f, and f."""
+PARTS = {"inner": "inner", "product": "inner", "crossed": "inner", "b": "outer", "direct": "outer"}
+"""The pieces of the implicit formula at one (θ, λ, v), ∂θ g, Hv, X(v), b = ∂θ f and ∂λ f: of which loss each is."""
 
-    inner: Tree
-    product: Tree
-    crossed: Tree
-    b: Tree
-    direct: Tree
-    outer_loss: Tensor
 
-    def directions(self) -> dict[str, Tree]:
-        """SOBA's three directions: ∂θ g, the residual Hv − b, and the hypergradient ∂λ f − X(v) at this v."""
-        v, hyper = trees.subtract(self.product, self.b), trees.subtract(self.direct, self.crossed)
-        return {"theta": self.inner, "v": v, "hyper": hyper}
-
-    def map(self, f: Callable[[str, Tree, str], Tree]) -> FormulaParts:
-        """``f(name, piece, level)`` in place of every piece, which is one of the ``inner`` or the ``outer`` loss."""
-        levels = {"inner": "inner", "product": "inner", "crossed": "inner", "b": "outer", "direct": "outer"}
-        pieces: dict[str, Any] = {name: f(name, getattr(self, name), level) for name, level in levels.items()}
-        return replace(self, **pieces)
+def directions(parts: dict[str, Tree]) -> dict[str, Tree]:
+    """SOBA's three directions: ∂θ g, the residual Hv − b, and the hypergradient ∂λ f − X(v) at this v."""
+    v, hyper = trees.subtract(parts["product"], parts["b"]), trees.subtract(parts["direct"], parts["crossed"])
+    return {"theta": parts["inner"], "v": v, "hyper": hyper}
 
 
 @contextmanager
@@ -193,7 +180,7 @@ def advance(state: State, batches: Iterable[Any], *, drew: bool) -> None:
 
 def curvature_batch(state: State, batches: BatchSources) -> dict[str, Any]:
     """A new curvature batch as an argument of ``compute``; empty if A is measured on the inner batch."""
-    if batches.curvature_source is None:
+    if "curvature" not in batches.sources:
         return {}
     check_curvature_data(state, batches)
     return {"curvature_batch": batches.curvature()}
@@ -202,10 +189,11 @@ def curvature_batch(state: State, batches: BatchSources) -> dict[str, Any]:
 def check_curvature_data(state: State, batches: BatchSources) -> None:
     """Refuse curvature data if the algorithm measures no curvature."""
     method = state.hypergradient
-    if batches.curvature_source is not None and not (method is not None and method.measures_curvature):
+    if "curvature" in batches.sources and not (method is not None and method.measures_curvature):
         who = "this algorithm" if method is None else type(method).__name__
+        given = type(batches.sources["curvature"]).__name__
         raise HyperkronError(
-            f"curvature_data={type(batches.curvature_source).__name__}(…) was given, but {who} measures no curvature "
+            f"curvature_data={given}(…) was given, but {who} measures no curvature "
             "here; leave it out, or use a hypergradient that measures curvature on data, as AID(hyperkron.kfac()) does."
         )
 
@@ -244,15 +232,18 @@ class PointDerivatives:
         outer_loss, _, direct = self.outer(outer_batch)
         return outer_loss, trees.subtract(direct, self.cross(inner_batch, v))
 
-    def parts(self, inner_batch: Any, outer_batch: Any, v: Tree, curvature: Curvature) -> FormulaParts:
-        """All pieces for ``v``, on one batch of each level."""
+    def parts(
+        self, inner_batch: Any, outer_batch: Any, v: Tree, curvature: Curvature
+    ) -> tuple[Tensor, dict[str, Tree]]:
+        """J_out and all :data:`PARTS` for ``v``, on one batch of each level."""
         outer_loss, b, direct = self.outer(outer_batch)
         operator, point = self._operator(inner_batch, curvature), self._point
         (product, along), inner = operator.matvec_and_cross(v, point.hypers), operator.gradients
         if along is None or inner is None:
             graph = HessianOperator(point, 0.0)
             along, inner = graph.cross(v, point.hypers), graph.gradients
-        return FormulaParts(_filled(inner, point.params), product, _filled(along, point.hypers), b, direct, outer_loss)
+        found = _filled(inner, point.params), product, _filled(along, point.hypers), b, direct
+        return outer_loss, dict(zip(PARTS, found, strict=True))
 
     def _operator(self, batch: Any, curvature: Curvature) -> Operator:
         self._point.inner_batch = self._point.curvature_batch = batch

@@ -37,12 +37,12 @@ class SABA(SOBA):
         inner, outer = batches.finite("SABA")
         i, j = inner.index(), outer.index()
         with derivatives.at_point(state) as here:
-            found = here.parts(inner.batch(i), outer.batch(j), state.trees["v"], self.curvature)
+            outer_loss, parts = here.parts(inner.batch(i), outer.batch(j), state.trees["v"], self.curvature)
         place = {"inner": (i, len(inner), inner.share(i)), "outer": (j, len(outer), outer.share(j))}
-        reduced = found.map(lambda name, piece, level: _reduced(state, name, piece, *place[level]))
-        directions = reduced.directions()
+        reduced = {name: _reduced(state, name, x, *place[derivatives.PARTS[name]]) for name, x in parts.items()}
+        directions = derivatives.directions(reduced)
         self.move(state, directions, inner.batch(i), here.drew)
-        return state.finish(found.outer_loss, directions["hyper"])
+        return state.finish(outer_loss, directions["hyper"])
 
 
 def _reduced(state: State, name: str, new: Tree, index: int, count: int, share: float) -> Tree:

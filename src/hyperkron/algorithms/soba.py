@@ -56,7 +56,7 @@ class SOBA(Algorithm):
     def step(self, state: State, batches: BatchSources) -> StepReport:
         batch, outer_batch = batches.inner(), batches.outer()
         with derivatives.at_point(state) as here:
-            found = here.parts(batch, outer_batch, state.trees["v"], self.curvature)
-        directions = found.directions()
+            outer_loss, parts = here.parts(batch, outer_batch, state.trees["v"], self.curvature)
+        directions = derivatives.directions(parts)
         self.move(state, directions, batch, here.drew)
-        return state.finish(found.outer_loss, directions["hyper"])
+        return state.finish(outer_loss, directions["hyper"])

@@ -41,17 +41,20 @@ class SRBA(SOBA):
         i, j = (0, 0) if full else (inner.index(), outer.index())
         pair = (inner.full(), outer.full()) if full else (inner.batch(i), outer.batch(j))
         with derivatives.at_point(state) as here:
-            found = here.parts(*pair, memory["v"], self.curvature)
+            outer_loss, parts = here.parts(*pair, memory["v"], self.curvature)
         if full:
-            moves = found.directions()
+            moves = derivatives.directions(parts)
         else:
             old_point = memory["old theta"], memory["old hyper"]
             with derivatives.elsewhere(state, *old_point), derivatives.at_point(state) as there:
-                old = there.parts(*pair, memory["old v"], self.curvature)
+                _, old = there.parts(*pair, memory["old v"], self.curvature)
             share = {"inner": inner.share(i), "outer": outer.share(j)}
-            change = found.map(lambda name, x, at: trees.scale(trees.subtract(x, getattr(old, name)), share[at]))
-            moves = {name: trees.add(memory[f"d {name}"], x) for name, x in change.directions().items()}
+            change = {
+                name: trees.scale(trees.subtract(x, old[name]), share[derivatives.PARTS[name]])
+                for name, x in parts.items()
+            }
+            moves = {name: trees.add(memory[f"d {name}"], x) for name, x in derivatives.directions(change).items()}
         memory.update({f"d {name}": x for name, x in moves.items()})
         memory.update({"old theta": state.inner.values(), "old hyper": state.outer.values(), "old v": memory["v"]})
         self.move(state, moves, pair[0], here.drew)
-        return state.finish(found.outer_loss, moves["hyper"])
+        return state.finish(outer_loss, moves["hyper"])

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from hyperkron.curvature.base import Eigenbasis
 from hyperkron.solution import HyperkronError
-from hyperkron.training import files, fingerprint
+from hyperkron.training import files
 from hyperkron.training.locks import FolderLock
-from hyperkron.training.program import comparable
+from hyperkron.training.program import differences, listed
 from hyperkron.training.writing import in_words, put
 from hyperkron.trees import Tree
 from hyperkron.validation import check_interval, need
@@ -80,10 +80,10 @@ class Store:
             self.stats, self._record = dict(kept["stats"]), kept["vectors"]
         except (KeyError, TypeError, ValueError) as error:
             raise self._damaged(str(error)) from error
-        changed = fingerprint.differences("call", *comparable(saved, self.identity))
+        changed = differences("call", saved, self.identity)
         if changed:
             raise HyperkronError(
-                f"out={str(self.folder)!r} holds scores of another call:{fingerprint.listed(changed)}\n"
+                f"out={str(self.folder)!r} holds scores of another call:{listed(changed)}\n"
                 "Repeat that call's arguments to continue it, or choose another folder."
             )
         check_interval("done", done, 0, self.shape[1], remedy=f"{PROGRESS} was changed: choose another out=")

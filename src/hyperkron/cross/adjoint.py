@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 
 from hyperkron.batch_tensors import tensors_of
-from hyperkron.cross.weighting import Read, Weighted, weighted_sum
+from hyperkron.cross.weighting import Found, Read, weighted_sum
 from hyperkron.curvature.kfac.taps import Tap, no_grad_no_autocast, parameters_of
 from hyperkron.evaluation.point import Point
 from hyperkron.kernels.selection import WithoutAutocast
@@ -58,7 +58,7 @@ class NoAdjointError(HyperkronError):
         super().__init__(f"the gradients at the layers do not give the cross term: {why}; use cross='auto'.")
 
 
-def adjoint(point: Point, v: Tree, form: str) -> Weighted:
+def adjoint(point: Point, v: Tree, form: str) -> Found:
     """X(v), and c' by example; ``form`` is the structure of the loss (:func:`hyperkron.cross.weighting.structure`)."""
     taps = _LayerHooks(point, v, consume=point.consumes_vectors and "p" not in form)  # penalties need v itself
     with taps.attached():

@@ -19,7 +19,7 @@ from hyperkron.cross.adjoint import NoAdjointError, adjoint, example_losses, mix
 from hyperkron.cross.precision import FLOAT32, FLOAT64, HALF, precision, tf32
 from hyperkron.cross.state import CrossState, Way, inner_key
 from hyperkron.cross.ways import difference, filled, forward_and_slope, half, moves_as_its_gradient, reverse, slope
-from hyperkron.cross.weighting import ChangedError, Weighted
+from hyperkron.cross.weighting import ChangedError, Found
 from hyperkron.curvature.base import Operator
 from hyperkron.curvature.matrix_free import lowered
 from hyperkron.evaluation.differentiation import UndifferentiableError, in_half_precision
@@ -36,17 +36,6 @@ WARN_ABOVE = 0.05
 """A finite difference with a given radius (SAMA) warns above this relative error, which is an angle of 3°."""
 ADJOINT_AGREEMENT = 0.1
 """The largest difference that rounding explains between changes by :mod:`~hyperkron.cross.adjoint` and by gradients."""
-
-
-@dataclass(frozen=True)
-class _Found:
-    """X(v) and the changes along v it was computed from; ``error`` and ``spread`` are how they vary with the radius."""
-
-    way: Way
-    cross: Tree
-    changes: Tensor
-    error: float = 0.0
-    spread: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -142,7 +131,7 @@ class _Search:
         self.point, self.v, self.mode, self.radius = point, v, mode, radius
         self.reasons: list[str] = []
 
-    def best(self, before: Way) -> _Found:
+    def best(self, before: Way) -> Found:
         """The cheapest way that is correct; ``before`` is the last decision."""
         point = self.point
         loss = point.inner()
@@ -153,10 +142,8 @@ class _Search:
             unmoved = half(point) or (coarse and self.mode == "auto")  # the ways that will be tried do not move θ
             moves = unmoved or before.form == f"{form}m"  # weights that moved once are expected to move again
             form = f"{form}m" if moves else weighting.with_motion(point, self.v, self.radii()[0], form)
-        if self.mode == "forward":
-            return self._forward(loss, form)
-        if self.mode == "difference" and not half(point):
-            return self._difference(loss, form)
+        if self.mode == "forward" or (self.mode == "difference" and not half(point)):
+            return self._requested(loss, form)
         if half(point):  # a given radius may be lost in rounding
             self.radius = None
         if form:
@@ -180,9 +167,9 @@ class _Search:
         kinds, last = [(way.mode, way.full) for way in ways], (before.mode, before.full)
         return ways[kinds.index(last) :] if last in kinds else ways
 
-    def _cheapest(self, loss: Loss, ways: list[Way]) -> _Found:
+    def _cheapest(self, loss: Loss, ways: list[Way]) -> Found:
         """If λ only weights: the first of ``ways`` that is accurate and correct; else double backward."""
-        best: _Found | None = None
+        best: Found | None = None
         stopped = False
         for way in ways:
             found = self._tried(way)
@@ -200,7 +187,7 @@ class _Search:
         self._warn_stopped() if stopped else self._warn_inexact(best.error)
         return best
 
-    def _exact_if_possible(self) -> _Found:
+    def _exact_if_possible(self) -> Found:
         """If λ does more than weight: an exact way if there is one, else a difference with a warning."""
         point = self.point
         for mode in ("reverse", "forward") if self.mode == "auto" else ("forward", "reverse"):
@@ -225,41 +212,50 @@ class _Search:
 
     # --- forward and difference ------------------------------------------------------------------------------------
 
-    def _forward(self, loss: Loss, form: str) -> _Found:
-        """Forward mode if its tangents agree with the gradients, else double backward."""
+    def _requested(self, loss: Loss, form: str) -> Found:
+        """The requested way if its tangents, or a difference with a small radius, are right; else double backward."""
+        point, v, forward = self.point, self.v, self.mode == "forward"
+        fine = self if forward else _Search(point, v, "auto", None)
+        exact: Found | None = None
         try:
-            found = self._searched(Way("forward", form))
-        except RuntimeError as failure:
-            return self._instead_of(failure)
-        right = self._moves_by_gradient(loss, found) if form else self._tangent_is_slope(found.changes)
-        return found if right else self._replaced(self._tried(Way("reverse"))) or found
-
-    def _difference(self, loss: Loss, form: str) -> _Found:
-        """The finite difference with the given radius if one with a small radius is correct, else double backward."""
-        point, v = self.point, self.v
-        fine = _Search(point, v, "auto", None)
-        try:
-            near = fine._searched(Way("difference", form))
-        except RuntimeError as failure:
-            return self._instead_of(failure)
-        if form:
-            right = self._moves_by_gradient(loss, near)
-            truth = None if right else self._tried(Way("reverse"))
+            found = fine._searched(Way(self.mode, form))
+        except RuntimeError as failure:  # the inner loss needs gradients in θ, or is different without
+            known = isinstance(failure, ChangedError) or "not require grad" in str(failure)
+            exact = self._tried(Way("reverse")) if known else None
+            if exact is None:
+                raise
+            right = False
         else:
-            truth = self._tried(Way("reverse"), needed=False)
-            if truth is None:
+            if form:
+                right = self._moves_by_gradient(loss, found)
+            elif forward:
+                right = self._tangent_is_slope(found.changes)
+            elif (exact := self._tried(Way("reverse"), needed=False)) is None:
                 right = moves_as_its_gradient(point, v, fine.radii()[0])
             else:
-                right = _distance(near.cross, truth.cross) <= max(5 * near.error, precision(point).exact)
-        exact = None if right else self._replaced(truth)
-        if exact is not None:
+                right = _distance(found.cross, exact.cross) <= max(5 * found.error, precision(point).exact)
+            if not right and (form or forward):
+                exact = self._tried(Way("reverse"))
+        if not right and exact is None:
+            self._warn_stopped()
+        elif not right and exact is not None:
+            warn_once(
+                f"cross-stopped-{self.mode}",
+                f"cross='{self.mode}' would be wrong: the inner loss holds something constant that moves with θ "
+                "(through detach(), no_grad or a straight-through estimator), or needs gradients in θ itself. Double "
+                "backward was used instead; write cross='reverse', or let λ weight the losses of hyperkron.losses.",
+            )
             return exact
-        way = Way("difference", form, self.radii()[0])
-        cross = _computed(point, v, way).cross
+        return found if forward else self._at_radius(loss, found)
+
+    def _at_radius(self, loss: Loss, near: Found) -> Found:
+        """The difference with the given radius, with a warning if it is far from ``near``, that with a small one."""
+        way = replace(near.way, radius=self.radii()[0])
+        cross = _computed(self.point, self.v, way).cross
         away = _distance(cross, near.cross)
         error = max(away, near.error)
-        if error > WARN_ABOVE and form and in_half_precision(loss.value):  # perhaps only the small step was inaccurate
-            exact = self._tried(Way("adjoint", form), needed=False)
+        if error > WARN_ABOVE and way.form and in_half_precision(loss.value):  # perhaps only the small step was wrong
+            exact = self._tried(Way("adjoint", way.form), needed=False)
             error = error if exact is None else _distance(cross, exact.cross)
         if error > WARN_ABOVE:
             warn_once(
@@ -268,27 +264,6 @@ class _Search:
                 f"{'lower' if away > near.error else 'change'} radius (for SAMA: alpha), or use another cross.",
             )
         return replace(near, way=way, cross=cross, error=error)
-
-    def _instead_of(self, failure: RuntimeError) -> _Found:
-        """Double backward if the ``failure`` is that the inner loss needs gradients in θ, or is different without."""
-        known = isinstance(failure, ChangedError) or "not require grad" in str(failure)
-        exact = self._tried(Way("reverse")) if known else None
-        if exact is None:
-            raise failure
-        return self._replaced(exact) or exact
-
-    def _replaced(self, exact: _Found | None) -> _Found | None:
-        """``exact`` (double backward) instead of the requested way, which would be wrong; warns once."""
-        if exact is None:
-            self._warn_stopped()
-            return None
-        warn_once(
-            f"cross-stopped-{self.mode}",
-            f"cross='{self.mode}' would be wrong: the inner loss holds something constant that moves with θ (through "
-            "detach(), no_grad or a straight-through estimator), or needs gradients in θ itself. Double backward was "
-            "used instead; write cross='reverse', or let λ weight the losses of hyperkron.losses.",
-        )
-        return exact
 
     # --- one way ---------------------------------------------------------------------------------------------------
 
@@ -299,7 +274,7 @@ class _Search:
         usual = precision(self.point)
         return (FLOAT32 if full and usual is not FLOAT64 else usual).radii
 
-    def _tried(self, way: Way, *, needed: bool = True) -> _Found | None:
+    def _tried(self, way: Way, *, needed: bool = True) -> Found | None:
         """X(v) by ``way``; if that is impossible, ``None``, with the reason added to ``reasons``.
 
         Memory errors are raised if the way is ``needed``.
@@ -314,12 +289,11 @@ class _Search:
             self.reasons.append(f"{way.mode}: {first_line}")
             return None
 
-    def _searched(self, way: Way) -> _Found:
+    def _searched(self, way: Way) -> Found:
         """X(v) by ``way``; a difference uses the first radius that agrees with the next one, or else the best one."""
         if way.mode != "difference":
-            found = _computed(self.point, self.v, way)
-            return _Found(way, found.cross, found.changes)
-        best: _Found | None = None
+            return replace(_computed(self.point, self.v, way), way=way)
+        best: Found | None = None
         ways = [replace(way, radius=radius) for radius in self.radii(way.full)]
         wide = _computed(self.point, self.v, ways[0])
         for at, next_way in itertools.pairwise(ways):
@@ -327,14 +301,14 @@ class _Search:
             error = 1.5 * _distance(wide.cross, narrow.cross)  # exact for an error that grows linearly with the radius
             if best is None or error < best.error:
                 spread = 1.5 * _distance({"": wide.changes}, {"": narrow.changes}) if wide.parts else 0.0
-                best = _Found(at, wide.cross, wide.changes, error, spread)
+                best = replace(wide, way=at, error=error, spread=spread)
             if error <= precision(self.point).tolerance:
                 break
             wide = narrow
         assert best is not None
         return best
 
-    def _moves_by_gradient(self, loss: Loss, found: _Found) -> bool:
+    def _moves_by_gradient(self, loss: Loss, found: Found) -> bool:
         """Whether the row losses change along v as their gradients say, beyond rounding and their own error."""
         point = self.point
         if found.changes.numel() == 0:
@@ -386,20 +360,20 @@ def _by_pass(point: Point, v: Tree, way: Way) -> Tree:
     return point.run(Pass("cross term", work, v, key=lambda: way))
 
 
-def _computed(point: Point, v: Tree, way: Way) -> Weighted:
+def _computed(point: Point, v: Tree, way: Way) -> Found:
     """X(v) by ``way``, and the changes along v it was computed from."""
     if way.mode == "reverse":
-        return Weighted(reverse(point, v), [])
+        return Found(reverse(point, v))
     if way.mode == "adjoint":
         return adjoint(point, v, way.form)
     if way.mode == "forward" and way.form:
         return weighting.forward(point, v, way.form)
     if way.mode == "forward":
         found, tangent = forward_and_slope(point, v)
-        return Weighted(found, [tangent])
+        return Found(found, [tangent])
     if way.form:
         return weighting.difference(point, v, way.radius, way.form, way.full)
-    return Weighted(difference(point, v, way.radius, way.full), [])
+    return Found(difference(point, v, way.radius, way.full))
 
 
 def _distance(found: Tree, wanted: Tree) -> float:

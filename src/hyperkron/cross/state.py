@@ -47,16 +47,12 @@ class CrossState:
 
     def state_dict(self) -> dict[str, Any]:
         """The decision as plain values."""
-        way = self.way
-        decision = {"mode": way.mode, "weights": way.form, "radius": way.radius, "full": way.full}
-        return {**decision, "error": self.error, "calls": self.calls}
+        return {**vars(self.way), "error": self.error, "calls": self.calls}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with an earlier decision."""
-        self.way = Way(state["mode"], state.get("weights", ""), state["radius"], state["full"])
+        self.way = Way(state["mode"], state["form"], state["radius"], state["full"])
         self.error, self.calls = state["error"], state["calls"]
-        if "weights" not in state and self.mode != "reverse":
-            self.forget()  # of a version that did not look at the structure of the loss
 
     def forget(self) -> None:
         """Drop the decision, but not what is likely to be decided again."""

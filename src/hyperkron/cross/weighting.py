@@ -15,7 +15,7 @@ import functools
 import math
 import operator
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -24,6 +24,7 @@ from torch.autograd.forward_ad import dual_level, unpack_dual
 from torch.autograd.graph import Node, get_gradient_edge
 
 from hyperkron import trees
+from hyperkron.cross.state import Way
 from hyperkron.cross.ways import along, filled, forward_mode, sides, slope_of, step_of
 from hyperkron.evaluation.differentiation import gradient_tree, graph_nodes
 from hyperkron.evaluation.point import Point
@@ -40,16 +41,22 @@ class ChangedError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Weighted:
-    """X(v), and the changes c' of the row losses it was computed from, by criterion; whether weights moved unawares."""
+class Found:
+    """X(v), and the changes along v it was computed from: c' by criterion if λ only weights.
+
+    ``error`` and ``spread`` are how X(v) and the changes vary with the radius of a difference.
+    """
 
     cross: Tree
-    parts: list[Tensor]
-    moved: bool = False
+    parts: list[Tensor] = field(default_factory=list)
+    moved: bool = False  # whether weights moved unawares
+    way: Way = field(default_factory=Way)
+    error: float = 0.0
+    spread: float = 0.0
 
     @property
     def changes(self) -> Tensor:
-        """c' as one vector; empty if λ only weights penalties."""
+        """The changes as one vector; empty if λ only weights penalties."""
         return torch.cat([c.reshape(-1) for c in self.parts]) if self.parts else torch.zeros(0, device="cpu")
 
 
@@ -113,7 +120,7 @@ def _slopes(point: Point, read: Read) -> Tree:
     return gradient_tree(sum(parts[1:], parts[0]), point.hypers)
 
 
-def difference(point: Point, v: Tree, radius: float, form: str, full: bool = False) -> Weighted:
+def difference(point: Point, v: Tree, radius: float, form: str, full: bool = False) -> Found:
     """X(v) from a central difference of the row losses; ``form`` is the :func:`structure` of the loss."""
     epsilon = step_of(v, radius)
     up, down = sides(point, v, epsilon, full, partial(Read.of, form, point))
@@ -127,7 +134,7 @@ def difference(point: Point, v: Tree, radius: float, form: str, full: bool = Fal
     return weighted_sum(point, v, still.weights, changes, still.decays)
 
 
-def forward(point: Point, v: Tree, form: str) -> Weighted:
+def forward(point: Point, v: Tree, form: str) -> Found:
     """X(v) from the tangents of the row losses."""
     with forward_mode(), dual_level():
         loss, params = along(point, v)
@@ -202,14 +209,14 @@ class Read:
 
 def weighted_sum(
     point: Point, v: Tree, weights: list[Tensor], changes: list[Tensor], decays: dict[str, Tensor]
-) -> Weighted:
+) -> Found:
     """∂_λ [Σ_r w_r c'_r + Σ_p 2 α_p ⟨p, v_p⟩]."""
     parts = [(w * c).sum() for w, c in zip(weights, changes, strict=True)]
     for n, alpha in decays.items():
         p, moved = point.params[n].detach(), v[n]
         parts.append(2 * alpha * trees.dot({n: p}, {n: moved}) if is_sharded(p) else (alpha * (2 * p * moved)).sum())
     found = torch.autograd.grad(parts, list(point.hypers.values()), allow_unused=True)
-    return Weighted(filled(point, dict(zip(point.hypers, found, strict=True))), changes)
+    return Found(filled(point, dict(zip(point.hypers, found, strict=True))), changes)
 
 
 def _adds_up(point: Point, loss: Loss) -> bool:

@@ -208,8 +208,7 @@ class Point:
                     value = function(self.model, self.hyper, batch)
                 else:
                     named = {f"model.{name}": p for name, p in params.items()}
-                    with differentiable_checkpoints(keep=True):
-                        value = call_with(Both(self.model, self.hyper), named, function, batch)
+                    value = call_with(Both(self.model, self.hyper), named, function, batch)
             self.met_autocast = self.met_autocast or (mode is not None and mode.met_autocast)
             return value
 

@@ -19,9 +19,9 @@ from hyperkron.curvature import Curvature, CurvatureState, Invertible
 from hyperkron.curvature.base import Eigenbasis
 from hyperkron.evaluation.passes import Pass
 from hyperkron.evaluation.point import Point, independent
+from hyperkron.hypergradient.autocast import too_coarse
 from hyperkron.hypergradient.base import Hypergradient
 from hyperkron.hypergradient.passes import RecordedPasses
-from hyperkron.hypergradient.precision import too_coarse
 from hyperkron.hypergradient.recordings import Answer, Request
 from hyperkron.hypergradient.replay import Replays
 from hyperkron.kernels import graphs
@@ -369,7 +369,7 @@ class Implicit(Hypergradient):
         loaded.cross.load_state_dict(state["cross"])
         if not self.cross.accepts(loaded.cross):
             loaded.cross = CrossState()
-        loaded.start, loaded.calls, loaded.plain = state["start"], state["calls"], state.get("plain", False)
+        loaded.start, loaded.calls, loaded.plain = state["start"], state["calls"], state["plain"]
         self.state = loaded
         self._forget_recordings()  # they use the generator and the inverses of the old state
 

@@ -113,7 +113,9 @@ def gram_product(rows: Tensor) -> Tensor:
     """rowsᵀ rows for rows of shape (L, R, n) by two split products: x₁ᵀ x₂ and x₂ᵀ x₁ are transposes of each other."""
     found = rows.new_empty(rows.shape[0], rows.shape[2], rows.shape[2])
     for some in _chunks(rows):
-        (high, low), unit = _halves(rows[some])
+        scaled, unit = _in_range(rows[some])
+        high = scaled.half()
+        low = torch.sub(scaled, high, out=torch.empty_like(high))
         mixed = half_product(high.mT, low)
         torch.add(half_product(high.mT, high), mixed, out=found[some])
         found[some].add_(mixed.mT).mul_(unit.square())
@@ -129,9 +131,8 @@ def _chunks(*matrices: Tensor) -> Iterator[slice]:
 
 def _split_product(a: Tensor, b: Tensor) -> Tensor:
     """The three products as one, of matrices side by side: [a₁ a₁ a₂] [b₁; b₂; b₁]."""
-    (a1, a2), a_unit = _halves(a)
-    (b1, b2), b_unit = _halves(b)
-    return half_product(_joined([a1, a1, a2], -1), _joined([b1, b2, b1], -2)).mul_(a_unit * b_unit)
+    (a, a_unit), (b, b_unit) = _in_range(a), _in_range(b)
+    return half_product(_thrice(a, -1, 2), _thrice(b, -2, 1)).mul_(a_unit * b_unit)
 
 
 def _thrice(x: Tensor, dim: int, low: int) -> Tensor:
@@ -156,20 +157,11 @@ def add_half_product(v: Tensor, a: Tensor, b: Tensor, alpha: float, beta: float 
         v.baddbmm_(a.float(), b.float(), alpha=alpha, beta=beta)
 
 
-def _joined(parts: list[Tensor], dim: int) -> Tensor:
-    """Matrices side by side (dim −1) or one below the other (−2), in their memory layout."""
-    if not parts[0].is_contiguous() and parts[0].mT.is_contiguous():
-        return torch.cat([x.mT for x in parts], -3 - dim).mT
-    return torch.cat(parts, dim)
-
-
-def _halves(x: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """(x₁, x₂) in float16 and a power of two c for each matrix, with c·(x₁ + x₂) = x to 22 bits."""
+def _in_range(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x / c, which is in the range of float16, and c, a power of two for each matrix."""
     exponent = torch.frexp(torch.linalg.vector_norm(x, float("inf"), (1, 2), keepdim=True))[1] - MAX_EXPONENT
     unit = torch.ldexp(torch.ones_like(exponent, dtype=x.dtype), exponent)
-    y = x / unit
-    high = y.half()
-    return (high, torch.sub(y, high, out=torch.empty_like(high))), unit
+    return x / unit, unit
 
 
 def half_product(a: Tensor, b: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ gradient, its Hessian products and its cross term. Each part is evaluated, diffe
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,16 +18,17 @@ from hyperkron.algorithms.derivatives import kept_buffers
 from hyperkron.batch_tensors import map_tensors, tensors_of
 from hyperkron.evaluation.differentiation import gradients_of
 from hyperkron.evaluation.point import Level
-from hyperkron.kernels.checkpoints import differentiable_checkpoints
 from hyperkron.kernels.selection import WithoutAutocast, twice_differentiable
 from hyperkron.losses import Loss, as_loss
 from hyperkron.problem import BilevelProblem, Both, Objective, call_with, check_problem, rows, shares
 from hyperkron.sharding import is_sharded
 from hyperkron.solution import HyperkronError
-from hyperkron.training.randomness import random_state, same_random_state, set_random_state
+from hyperkron.training.randomness import kept_random_state, random_state, same_random_state, set_random_state
 from hyperkron.validation import check_whole
 
 Gradients = tuple[Tensor | None, ...]
+Derive = Callable[[Tensor, tuple[Tensor, ...]], Gradients]
+"""(J, parameters) → a derivative of J for each of these; empty where there is none."""
 
 
 class Accumulated(BilevelProblem):
@@ -118,8 +119,7 @@ class _Pieces:
         work = _Work(self.function, model, hyper, parts)
         inputs = [x for x in work.named().values() if x.requires_grad]
         if not inputs or not torch.is_grad_enabled():
-            with torch.no_grad():
-                return as_loss(work.value())
+            return as_loss(work.mean(tuple(work.named()[name] for name in work.names))[0])
         return as_loss(_Value.apply(work, *inputs))
 
 
@@ -175,72 +175,48 @@ class _Work:
         substitutes = dict(zip(self.names, tensors, strict=True))
         for part in self.parts:
             without = WithoutAutocast(kind) if self.without else contextlib.nullcontext()
-            with torch.autocast(kind, dtype, enabled=enabled), without, differentiable_checkpoints(keep=True):
+            with torch.autocast(kind, dtype, enabled=enabled), without:
                 loss = as_loss(call_with(self.both, substitutes, self.function, part))
             yield loss, rows(loss.terms, length(part))
 
-    def value(self) -> Tensor:
-        """J."""
-        now = self.named()
-        found = [(loss.value.detach(), count) for loss, count in self._losses(tuple(now[n] for n in self.names))]
-        weights = shares([count for _, count in found])
-        return torch.stack([w * value for w, (value, _) in zip(weights, found, strict=True)]).sum()
-
-    def gradients(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Gradients]:
-        """J and its gradient: Σ_k R_k (J_k, ∂J_k) / Σ_k R_k."""
-        leaves = tuple(x.detach().requires_grad_() for x in inputs)
-        value, sums, counts = torch.zeros((), device="cpu"), _Sums(len(inputs)), []
-        with torch.enable_grad():
+    def mean(self, inputs: tuple[Tensor, ...], derive: Derive | None = None) -> tuple[Tensor, Gradients]:
+        """Σ_k R_k (J_k, derive(J_k, inputs)) / Σ_k R_k at these values of the parameters; else J alone."""
+        leaves = tuple(x.detach().requires_grad_(derive is not None) for x in inputs)
+        value, sums, counts = torch.zeros((), device="cpu"), list[Tensor | None]([None] * len(inputs)), []
+        with torch.set_grad_enabled(derive is not None):
             for loss, count in self._losses(leaves):
                 counts.append(count)
                 value = value.to(loss.value) + loss.value.detach() * count[0]
-                if leaves and loss.value.requires_grad:
-                    sums.add(torch.autograd.grad(loss.value, leaves, allow_unused=True), count[0])
+                for i, g in enumerate(derive(loss.value, leaves) if derive else ()):
+                    if g is not None:
+                        scaled, old = g.detach() * count[0], sums[i]
+                        sums[i] = scaled if old is None else old + scaled
                 del loss
         shares(counts)  # refuses unequal ones
         total = sum(count[0] for count in counts)
-        return value / total, sums.over(total)
+        return value / total, tuple(None if x is None else x / total for x in sums)
+
+    def gradients(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Gradients]:
+        """J and its gradient."""
+
+        def derive(value: Tensor, leaves: tuple[Tensor, ...]) -> Gradients:
+            depends = bool(leaves) and value.requires_grad
+            return torch.autograd.grad(value, leaves, allow_unused=True) if depends else ()
+
+        return self.mean(inputs, derive)
 
     def products(self, inputs: tuple[Tensor, ...], used: list[int], vectors: tuple[Tensor, ...]) -> Gradients:
-        """Σ_k R_k ∂⟨∂J_k, v⟩ / Σ_k R_k: Hessian products and cross terms, with the draws of the gradient."""
-        leaves = tuple(x.detach().requires_grad_() for x in inputs)
-        sums, total = _Sums(len(inputs)), 0.0
-        with _rewound(self.random), torch.enable_grad(), twice_differentiable(self.both):
-            for loss, count in self._losses(leaves):
-                total += count[0]
-                first = gradients_of(loss.value, [leaves[i] for i in used], create_graph=True)
-                pairs = [(g, v) for g, v in zip(first, vectors, strict=True) if g is not None and g.requires_grad]
-                if pairs:
-                    live, along = [g for g, _ in pairs], [v for _, v in pairs]
-                    sums.add(torch.autograd.grad(live, leaves, along, allow_unused=True), count[0])
-                del loss, first, pairs
-        return sums.over(total)
+        """∂⟨∂J, v⟩: Hessian products and cross terms, with the draws of the gradient."""
 
+        def derive(value: Tensor, leaves: tuple[Tensor, ...]) -> Gradients:
+            first = gradients_of(value, [leaves[i] for i in used], create_graph=True)
+            pairs = [(g, v) for g, v in zip(first, vectors, strict=True) if g is not None and g.requires_grad]
+            live, along = [g for g, _ in pairs], [v for _, v in pairs]
+            return torch.autograd.grad(live, leaves, along, allow_unused=True) if pairs else ()
 
-class _Sums:
-    """Weighted sums of gradients, some of which may be ``None``."""
-
-    def __init__(self, count: int) -> None:
-        self.totals: list[Tensor | None] = [None] * count
-
-    def add(self, gradients: Gradients, weight: float) -> None:
-        for i, g in enumerate(gradients):
-            if g is not None:
-                scaled, old = g.detach() * weight, self.totals[i]
-                self.totals[i] = scaled if old is None else old + scaled
-
-    def over(self, total: float) -> Gradients:
-        return tuple(None if x is None else x / total for x in self.totals)
-
-
-@contextlib.contextmanager
-def _rewound(random: dict[str, Any]) -> Iterator[None]:
-    now = random_state()
-    set_random_state(random)
-    try:
-        yield
-    finally:
-        set_random_state(now)
+        with kept_random_state(), twice_differentiable(self.both):
+            set_random_state(self.random)
+            return self.mean(inputs, derive)[1]
 
 
 class _Value(torch.autograd.Function):
@@ -300,21 +276,19 @@ def check_is_mean(
     fails on a half (all rows masked), is not compared, and neither are gradients of sharded parameters.
     Pieces of one example are not compared where memory has no room for two.
     """
-    halves, before = split(part, -(-length(part) // 2)), random_state()
+    halves = split(part, -(-length(part) // 2))
     if level in means or len(halves) == 1:
         return
     work = _Work(function, model, hyper, [part])
     named = work.named()
     inputs, together = tuple(named[name] for name in work.names), any(is_sharded(x) for x in named.values())
     try:
-        with kept_buffers(model, hyper):
+        with kept_buffers(model, hyper), kept_random_state():
             whole, both, drew, coarse = _on_whole_and_halves(work, inputs, part, halves)
     except (HyperkronError, torch.OutOfMemoryError):
         if together:  # the other processes go on to the next half, which needs this one
             raise
         return
-    finally:
-        set_random_state(before)
     coarse = max(coarse, 0.1 if any(x.dtype.itemsize == 2 for x in inputs) else 0.0)
     pairs = zip((whole[0], *whole[1]), (both[0], *both[1]), strict=True)
     steepest = max((float(g.abs().max()) for g in whole[1] if g is not None and g.numel()), default=0.0)

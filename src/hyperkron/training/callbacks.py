@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import warnings
 from collections.abc import Callable, Collection, Mapping
@@ -15,7 +14,7 @@ from hyperkron.training import checkpoint
 from hyperkron.training.callback import Callback
 from hyperkron.training.encoding import CheckpointError
 from hyperkron.training.history import Value
-from hyperkron.training.randomness import random_state, set_random_state
+from hyperkron.training.randomness import kept_random_state
 from hyperkron.training.run import Run
 from hyperkron.validation import check_folder, check_one_of, check_whole
 
@@ -40,6 +39,8 @@ class Evaluate(Callback):
         10
     """
 
+    remembers = ("rows",)
+
     def __init__(
         self,
         function: Callable[[Run], dict[str, Value] | None],
@@ -61,11 +62,10 @@ class Evaluate(Callback):
 
     def _evaluate(self, run: Run, taken: Collection[str] = ()) -> dict[str, Value] | None:
         modes = {module: module.training for root in (run.state.model, run.state.hyper) for module in root.modules()}
-        random = random_state()
         try:
-            found = self.function(run)
+            with kept_random_state():
+                found = self.function(run)
         finally:
-            set_random_state(random)
             for module, mode in modes.items():
                 module.training = mode
         if found is None:
@@ -91,14 +91,6 @@ class Evaluate(Callback):
     def on_end(self, run: Run) -> None:
         if self.times is not None and (not self.rows or self.rows[-1]["step"] != run.state.step):
             self._evaluate(run)
-
-    def state_dict(self) -> dict[str, Any]:
-        rows = [{name: value for name, value in row.items() if name != "seconds"} for row in self.rows]
-        return {"rows": json.dumps(rows), "seconds": [row["seconds"] for row in self.rows]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        rows = zip(json.loads(state["rows"]), state["seconds"], strict=True)
-        self.rows = [{"seconds": seconds, **row} for row, seconds in rows]
 
 
 def _figures(found: Any, taken: Collection[str]) -> dict[str, Value]:

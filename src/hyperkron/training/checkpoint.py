@@ -23,10 +23,9 @@ import torch
 
 from hyperkron.collectives import Group
 from hyperkron.solution import HyperkronWarning, warn_once
-from hyperkron.training import files, fingerprint
+from hyperkron.training import files, program
 from hyperkron.training.encoding import CheckpointError, DamagedCheckpoint, join, split
-from hyperkron.training.program import comparable
-from hyperkron.training.sharded import reader
+from hyperkron.training.sharded_checkpoint import reader
 from hyperkron.training.writing import flush_folder
 
 FORMAT = 1
@@ -46,16 +45,13 @@ class About:
     hyper: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, str] = field(default_factory=dict)  # the settings of the run, a line each
     world_size: int = 1  # over how many processes it is spread
-    program: Mapping[str, str] | None = None  # what the run computes, a line each; ``None`` if not recorded
+    program: Mapping[str, str] = field(default_factory=dict)  # what the run computes, a line each
 
     def differences(self, now: About) -> list[str]:
         """The differences to ``now``, one line each."""
         lines: list[str] = []
-        for part in ("model", "hyper"):
-            lines += fingerprint.differences(part, getattr(self, part), getattr(now, part))
-        lines += fingerprint.differences("config", *comparable(self.config, now.config))
-        if self.program is not None and now.program is not None:
-            lines += fingerprint.differences("program", *comparable(self.program, now.program))
+        for part in ("model", "hyper", "config", "program"):
+            lines += program.differences(part, getattr(self, part), getattr(now, part))
         if self.world_size != now.world_size:
             lines.append(f"world size: {self.world_size} in the checkpoint, {now.world_size} in this run")
         return lines
@@ -85,7 +81,7 @@ def write(
     """Save ``state`` as ``folder/step-…``: written beside it, flushed to the disk, then renamed.
 
     If it is interrupted by a kill or a full disk, earlier checkpoints stay intact. ``rows`` are the files of other
-    processes (:mod:`hyperkron.training.sharded`): their folder, and the records of their contents.
+    processes (:mod:`hyperkron.training.sharded_checkpoint`): their folder, and the records of their contents.
     """
     folder, about = Path(folder), about or About()
     tree, tensors = split(state)
@@ -101,12 +97,12 @@ def write(
         try:
             temporary.mkdir()
             records = {TENSORS: files.write_tensors(temporary / TENSORS, tensors)}
-            records[STATE] = files.write_bytes(temporary / STATE, _dump(tree))
+            records[STATE] = files.write(temporary / STATE, [_dump(tree)])
             for name, record in others.items():
                 assert staging is not None
                 (staging / name).rename(temporary / name)
                 records[name] = record
-            files.write_bytes(temporary / MANIFEST, _manifest(step, about, records))
+            files.write(temporary / MANIFEST, [_manifest(step, about, records)])
             flush_folder(temporary)
             _put_in_place(temporary, target)
         except BaseException:
@@ -122,7 +118,7 @@ def write(
 
 def _manifest(step: int, about: About, records: Mapping[str, Any]) -> bytes:
     content = {"format": FORMAT, "step": step, "versions": _versions(), "files": dict(records)}
-    return _sealed(content | {name: value for name, value in vars(about).items() if value is not None})
+    return _sealed(content | vars(about))
 
 
 def _sealed(content: dict[str, Any]) -> bytes:
@@ -234,9 +230,7 @@ def read(path: str | Path, device: torch.device | str | None = None, group: Grou
     records = manifest["files"]
     with files.TensorFile(path / TENSORS, records[TENSORS]) as tensors, reader(path, records, group) as rows:
         state = join(tree, tensors, device, rows)
-    about = About(
-        manifest["model"], manifest["hyper"], manifest["config"], manifest["world_size"], manifest.get("program")
-    )
+    about = About(**{name: manifest[name] for name in vars(About())})
     return Saved(path, manifest["step"], state, about, manifest["versions"])
 
 
@@ -261,7 +255,7 @@ def newest(folder: str | Path, step: int | None = None, group: Group | None = No
         if wrong:
             warnings.warn(
                 f"damaged checkpoints in {folder} were passed over, continuing from {path.name}:"
-                f"{fingerprint.listed(wrong)}",
+                f"{program.listed(wrong)}",
                 HyperkronWarning,
                 stacklevel=3,
             )
@@ -269,26 +263,23 @@ def newest(folder: str | Path, step: int | None = None, group: Group | None = No
     asked = "" if step is None else f" of step {step}"
     if not wrong:
         raise CheckpointError(f"there is no checkpoint{asked} in {folder}.")
-    raise CheckpointError(f"no checkpoint{asked} in {folder} is intact:{fingerprint.listed(wrong)}")
+    raise CheckpointError(f"no checkpoint{asked} in {folder} is intact:{program.listed(wrong)}")
 
 
 def differences(saved: Saved, now: About, *, allow: bool) -> list[str]:
     """The differences between a checkpoint and the run that continues it; an error unless they are allowed.
 
-    Other versions of Python and torch, and a checkpoint that does not record its program, are warnings.
+    Other versions of Python and torch are warnings.
     """
     lines = saved.about.differences(now)
     if lines and not allow:
         raise CheckpointError(
-            f"{saved.path} belongs to another run:{fingerprint.listed(lines)}\n"
+            f"{saved.path} belongs to another run:{program.listed(lines)}\n"
             "Make this run as that one was made, choose another folder, or continue with these changes by "
             "fit(…, allow_changes=True) or run.resume(folder, allow_changes=True)."
         )
     if versions := changed_versions(saved.versions):
         text = f"{saved.path} {versions}: the run continues, but perhaps not bit for bit."
-        warnings.warn(text, HyperkronWarning, stacklevel=3)
-    if saved.about.program is None:
-        text = f"{saved.path} does not record code and data of its run: whether they are the same is not known."
         warnings.warn(text, HyperkronWarning, stacklevel=3)
     return lines
 
@@ -310,7 +301,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         for record in manifest["files"].values():
             if type(record["size"]) is not int or type(record["sha256"]) is not str:
                 raise TypeError("a size or hash is missing")
-        for part in ("model", "hyper", "config", "versions", *({"program"} & set(manifest))):
+        for part in ("model", "hyper", "config", "program", "versions"):
             if not all(type(x) is str for x in manifest[part].values()):
                 raise TypeError(f"{part} must hold strings")
     except (AttributeError, KeyError, TypeError) as error:

@@ -1,22 +1,31 @@
-"""Digests of the parts of a run: tensors and arrays by their content, code by its instructions."""
+"""What the objects of a run hold: tensors and arrays by their content, code by its instructions, others by parts."""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import ctypes
+import dataclasses
 import dis
 import enum
 import functools
 import hashlib
 import sys
+import sysconfig
 import warnings
-import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from types import CodeType
+from pathlib import Path
+from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import DataLoader
+from torch.utils.weak import WeakIdKeyDictionary
+
+from hyperkron.collectives import Group
 
 WHOLE = 2**26
 """Tensors of up to this many bytes are hashed whole."""
@@ -25,6 +34,9 @@ BLOCKS = 64
 BYTECODE = f"{sys.implementation.cache_tag}.{sys.flags.optimize}"
 """Instructions can be compared only between interpreters with the same value."""
 _PLAIN = (bool, int, float, complex, str, bytes, range, slice, torch.dtype, torch.device, torch.layout)
+HUB_ROWS = 64
+"""Of a dataset of Hugging Face this many rows are described, evenly spaced."""
+_UNSEEN = frozenset({"state", "generator", "order", "served", "params", "optimizer"})
 _LONG = 200
 _PADDING = frozenset({"EXTENDED_ARG", "CACHE", "NOP", "RESUME"})
 
@@ -55,21 +67,15 @@ class Contents:
     """Digests of tensors and arrays, cached as long as these are alive and unchanged."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Any], int | None, str]] = {}
+        self._known: Any = WeakIdKeyDictionary()  # the version of a tensor, and its digest
 
     def __call__(self, x: Any, room: int | None = None) -> str:
         """Dtype, shape and SHA-256 of a tensor or a numpy array; of ``room`` bytes of it where it is larger."""
-        found = self._known.get(id(x))
-        version = _version(x)
-        if found is not None and found[0]() is x and found[1] == version:
-            return found[2]
-        text = _described(x, WHOLE if room is None else room)
-        self._known[id(x)] = (weakref.ref(x), version, text)
-        return text
-
-
-def _version(x: Any) -> int | None:
-    return x._version if isinstance(x, Tensor) and not x.is_inference() else None
+        version = x._version if isinstance(x, Tensor) and not x.is_inference() else None
+        known: tuple[int | None, str] | None = self._known.get(x)
+        if known is None or known[0] != version:
+            known = self._known[x] = version, _described(x, WHOLE if room is None else room)
+        return known[1]
 
 
 def _described(x: Any, room: int) -> str:
@@ -113,6 +119,90 @@ def _sample(x: Tensor, room: int) -> Iterator[Tensor]:
             yield x[begin : begin + length]
         else:
             yield from _sample(x[begin], room // blocks)
+
+
+# --- objects -----------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=4096)
+def is_library(module: str) -> bool:
+    """Whether a module belongs to Python or to an installed package, whose version is compared instead."""
+    root = module.split(".")[0]
+    if root in ("torch", "hyperkron", "builtins"):
+        return True
+    if root not in sys.modules or root == "__main__":
+        return False
+    file = getattr(sys.modules[root], "__file__", None)
+    if file is None:
+        return root in sys.stdlib_module_names
+    installed = {"site-packages", "dist-packages"} & set(Path(file).parts)
+    return bool(installed) or Path(file).is_relative_to(sysconfig.get_path("stdlib"))
+
+
+def of_library(x: Any) -> bool:
+    """Whether the code of a function or class is a library's; a decorated function has the decorator's code."""
+    module = x.__globals__.get("__name__") if isinstance(x, FunctionType) else getattr(x, "__module__", None)
+    return is_library(str(module or "builtins"))
+
+
+def parts_of(x: Any) -> Iterable[tuple[str, Any]]:
+    """The parts of an object that are described, by name."""
+    module = type(x).__module__
+    if isinstance(x, (torch.Generator, Group)):  # a run continues with any number of processes
+        return []
+    if isinstance(x, torch.optim.Optimizer):
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in x.param_groups]
+        return list(groups[0].items()) if len(groups) == 1 else [(str(i), group) for i, group in enumerate(groups)]
+    if isinstance(x, (LRScheduler, ReduceLROnPlateau)):
+        kept = [name for name in vars(x) if name == "_schedulers" or (name[0] != "_" and name not in _UNSEEN)]
+        return [(name, vars(x)[name]) for name in kept]
+    if isinstance(x, DataLoader):
+        names = ("dataset", "batch_size", "collate_fn", "sampler", "batch_sampler", "drop_last")
+        return [(name, getattr(x, name)) for name in names]
+    if isinstance(x, functools.partial):
+        return [("func", x.func), ("args", x.args), ("keywords", x.keywords)]
+    if module.split(".")[0] == "pandas":
+        return [("columns", list(getattr(x, "columns", ()))), ("values", _hashed_rows(x))]
+    if module.split(".")[0] == "datasets" and hasattr(x, "with_format") and hasattr(x, "__len__"):
+        return _hub_rows(x)
+    if dataclasses.is_dataclass(x):
+        return [(field.name, getattr(x, field.name)) for field in dataclasses.fields(x) if hasattr(x, field.name)]
+    if hasattr(x, "__wrapped__"):
+        return [("wrapped", x.__wrapped__)]
+    held = _held(x)
+    if not is_library(module) or isinstance(x, (SimpleNamespace, argparse.Namespace)):
+        return [(k, v) for k, v in held.items() if not k.startswith("__")]
+    if module.split(".")[0] in sys.stdlib_module_names or module.startswith("torch._"):
+        return []
+    return [(k, v) for k, v in held.items() if not k.startswith("_") and k not in _UNSEEN]
+
+
+def _held(x: Any) -> dict[str, Any]:
+    """The attributes of an object, in ``__dict__`` or in slots."""
+    slots = [name for cls in type(x).__mro__ for name in _slots(cls)]
+    return {**{k: getattr(x, k) for k in slots if hasattr(x, k)}, **getattr(x, "__dict__", {})}
+
+
+def _slots(cls: type) -> Iterable[str]:
+    names = vars(cls).get("__slots__", ())
+    return [names] if isinstance(names, str) else [name for name in names if not name.startswith("__")]
+
+
+def _hashed_rows(x: Any) -> Any:
+    """A number for every row of a DataFrame or a Series."""
+    with contextlib.suppress(Exception):
+        return sys.modules["pandas"].util.hash_pandas_object(x).to_numpy()
+    return None
+
+
+def _hub_rows(x: Any) -> list[tuple[str, Any]]:
+    """The length and evenly spaced rows of a dataset of Hugging Face, as they are stored."""
+    count = min(len(x), HUB_ROWS)
+    rows: Any = None
+    with contextlib.suppress(Exception):
+        stored = x.with_format("arrow")
+        rows = [stored[i * (len(x) - 1) // max(1, count - 1)].to_pydict() for i in range(count)]
+    return [("length", len(x)), ("rows", rows)]
 
 
 # --- code --------------------------------------------------------------------------------------------------

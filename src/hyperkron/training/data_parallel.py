@@ -23,7 +23,6 @@ from hyperkron.batch_tensors import map_tensors, tensors_of
 from hyperkron.collectives import Group, replicated
 from hyperkron.evaluation.point import Level
 from hyperkron.evaluation.sharded import check, gathering, reshard, units
-from hyperkron.kernels.checkpoints import differentiable_checkpoints
 from hyperkron.losses import BatchPlace, Loss, as_loss
 from hyperkron.problem import BilevelProblem, Both, Objective, call_with, check_problem
 from hyperkron.sharding import is_sharded
@@ -143,8 +142,7 @@ class _Divided:
         for level in ("model.", "hyper."):  # separately: what depends on λ must not seem to depend on θ
             here: Tree = {name: x for name, x in live.items() if name.startswith(level) and not is_sharded(x)}
             seen |= replicated(self.group, here)
-        alike = differentiable_checkpoints(keep=True)
-        with _own_draws(self.group.rank, device), alike, gathering(model, self.group):
+        with _own_draws(self.group.rank, device), gathering(model, self.group):
             loss = as_loss(call_with(both, seen, self.function, part), self.level)
         return self._whole(loss, part, {id(x): live[name] for name, x in seen.items()})
 

@@ -98,10 +98,9 @@ class _Splitter:
             return x if len(x) <= LONG_TEXT else {"$text": self._text(x, path)}
         if isinstance(x, Tensor):
             return self._tensor(x, path)
-        if kind is list:
-            return [self.node(value, (*path, str(i))) for i, value in enumerate(x)]
-        if kind is tuple:
-            return {"$tuple": [self.node(value, (*path, str(i))) for i, value in enumerate(x)]}
+        if kind in (list, tuple):
+            nodes = [self.node(value, (*path, str(i))) for i, value in enumerate(x)]
+            return nodes if kind is list else {"$tuple": nodes}
         if kind is dict and all(type(key) is str and not key.startswith("$") for key in x):
             return {key: self.node(value, (*path, key)) for key, value in x.items()}
         if kind not in _TAGS:

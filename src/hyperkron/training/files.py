@@ -25,7 +25,7 @@ MAX_JSON = 2**28
 """Bytes of a JSON file."""
 
 
-def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, Any]:
+def write(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, Any]:
     """Write a file durably, piece by piece; its size and SHA-256."""
     digest, size = hashlib.sha256(), 0
     descriptor = open_ordinary(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, follow=False)
@@ -37,11 +37,6 @@ def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, Any]:
         file.flush()
         os.fsync(file.fileno())
     return {"size": size, "sha256": digest.hexdigest()}
-
-
-def write_bytes(path: Path, data: bytes) -> dict[str, Any]:
-    """Write a file durably; its size and SHA-256."""
-    return _write(path, [data])
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -62,7 +57,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
                 count = here.numel() * here.element_size()
                 yield memoryview((ctypes.c_char * count).from_address(here.data_ptr())).cast("B")
 
-    return _write(path, pieces())
+    return write(path, pieces())
 
 
 def put_tensors(path: Path, tensors: dict[str, Tensor], then: str = "") -> dict[str, Any]:
@@ -128,19 +123,13 @@ class TensorFile:
         except (SafetensorError, OSError) as error:
             raise DamagedCheckpoint(f"{path.name} is not a safetensors file ({error})") from error
 
-    def __call__(self, name: str) -> Tensor:
-        """A tensor by its name, as a copy."""
+    def __call__(self, name: str, rows: slice | None = None) -> Tensor:
+        """A tensor by its name, or these rows of it, as a copy."""
         try:
-            return torch.clone(self._file.get_tensor(name))
+            return torch.clone(self._file.get_tensor(name) if rows is None else self._file.get_slice(name)[rows])
         except (SafetensorError, TypeError) as error:
-            raise DamagedCheckpoint(f"{self._name} has no tensor {name!r:.100}") from error
-
-    def rows(self, name: str, begin: int, end: int) -> Tensor:
-        """Rows ``begin`` to ``end`` of a tensor, as a copy."""
-        try:
-            return torch.clone(self._file.get_slice(name)[begin:end])
-        except (SafetensorError, TypeError) as error:
-            raise DamagedCheckpoint(f"{self._name} has no rows {begin}–{end} of {name!r:.100}") from error
+            which = "" if rows is None else f"rows {rows.start}–{rows.stop} of "
+            raise DamagedCheckpoint(f"{self._name} has no {which}tensor {name!r:.100}") from error
 
     def __enter__(self) -> TensorFile:
         return self

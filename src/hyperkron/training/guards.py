@@ -275,8 +275,8 @@ class WatchInverses(Callback):
     """Warns when hypergradients use an inverse that is too old, and stops the run if that continues.
 
     An inverse is stale if its age, the number of hypergradients before this one that used it, is above ``age``, or if
-    refreshing it failed (``KEPT_PREVIOUS``) ``kept``
-    times within the last ``window`` steps. The guard warns once and writes ``STALE`` into the column ``guard``.
+    refreshing it failed (``KEPT_PREVIOUS``) ``kept`` times within the last ``window`` steps. The guard warns once and
+    writes ``STALE`` into the column ``guard``.
 
     Args:
         age: how many earlier hypergradients may have used an inverse.

@@ -87,7 +87,7 @@ class History:
 
     def to_json(self, path: str | Path | None = None) -> str:
         """The rows as JSON, written to ``path`` if one is given."""
-        text = f"[{', '.join(json.dumps(self[i]) for i in range(self._length))}]"
+        text = json.dumps(self.to_rows())
         if path is not None:
             Path(path).write_text(text, "utf-8")
         return text
@@ -120,19 +120,14 @@ class History:
 
 
 class _Column:
-    """The figures of one name and the rows they belong to; 16 bytes each where all are floats or all are integers."""
+    """The figures of one name and the rows they belong to; 16 bytes each where all are floats."""
 
     def __init__(self) -> None:
         self._places = array("q")
-        self._values: array[float] | array[int] | list[Value] = array("d")
+        self._values: array[float] | list[Value] = array("d")
 
     def append(self, place: int, value: Value) -> None:
-        kind = {float: "d", int: "q"}.get(type(value), "")
-        if not self._places and kind:
-            self._values = array(kind)
-        if isinstance(self._values, array) and (
-            self._values.typecode != kind or (kind == "q" and not -(2**63) <= value < 2**63)  # type: ignore[operator]
-        ):
+        if isinstance(self._values, array) and type(value) is not float:
             self._values = list(self._values)
         self._values.append(sys.intern(value) if isinstance(value, str) else value)  # type: ignore[arg-type]
         self._places.append(place)

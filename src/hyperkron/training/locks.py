@@ -9,7 +9,6 @@ import os
 import secrets
 import socket
 import sys
-import threading
 import time
 import weakref
 from pathlib import Path
@@ -36,37 +35,32 @@ class FolderLock:
     ``folder/.lock`` is locked by the operating system (``flock``, on Windows ``msvcrt.locking``), so that the lock of a
     killed process is released immediately. On file systems without locks, the existence of ``folder/.lock-holder`` is
     the lock; it is taken over if its process on this computer has ended. The same object may be entered again while it
-    is held. Another object is another holder, even in the same process.
+    is held, by the same thread. Another object is another holder, even in the same process.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.path = Path(folder) / NAME
-        self._guard = threading.RLock()
         self._count, self._file = 0, -1
 
     def acquire(self) -> None:
         """Take the lock; raises :class:`HeldError` if it is held, :class:`CheckpointError` if it cannot be created."""
-        with self._guard:
-            if self._count == 0:
-                try:
-                    self.path.parent.mkdir(parents=True, exist_ok=True)
-                    self._take() if self.path.name == NAME else self._take_by_name()
-                except OSError as error:
-                    raise CheckpointError(
-                        f"{self.path.parent} could not be locked for writing ({error.strerror or error}); choose a "
-                        "folder that can be written to, or make room."
-                    ) from error
-                _HELD.add(self)
-            self._count += 1
+        if self._count == 0:
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._take() if self.path.name == NAME else self._take_by_name()
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self.path.parent} could not be locked for writing ({error.strerror or error}); choose a folder "
+                    "that can be written to, or make room."
+                ) from error
+            _HELD.add(self)
+        self._count += 1
 
     def release(self) -> None:
         """Release the lock and remove its file; does nothing if it is not held."""
-        with self._guard:
-            if self._count > 1:
-                self._count -= 1
-            elif self._count == 1:
-                self._count = 0
-                self._give_back()
+        count, self._count = self._count, max(0, self._count - 1)
+        if count == 1:
+            self._give_back()
 
     def __enter__(self) -> FolderLock:
         self.acquire()
@@ -137,7 +131,7 @@ class FolderLock:
         """In a forked process: drop the lock, which belongs to the parent and must end with it."""
         if self._file >= 0:
             os.close(self._file)
-        self._guard, self._count, self._file = threading.RLock(), 0, -1
+        self._count, self._file = 0, -1
 
 
 def read_record(path: Path) -> dict[str, Any]:

@@ -5,33 +5,28 @@
     model.layers.3              Dropout(inplace=False, p=0.1)
     inner_data.tensors.0        float32 [20, 6], sha256 9a0f3c…
 
-Two runs of one program have the same lines in every process; ``docs/checkpoints.md`` lists what is not described.
+Two runs of one program have the same lines in every process; ``docs/checkpoints.md`` lists what is not described. A
+checkpoint of another program is refused with a list of the lines that differ.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import functools
 import re
-import sys
-import sysconfig
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
-from hyperkron.algorithms import Source
-from hyperkron.collectives import Group
+from hyperkron.algorithms import Algorithm, Source, State
 from hyperkron.training import contents
-from hyperkron.training.contents import Contents, plain, short
+from hyperkron.training.contents import Contents, is_library, of_library, parts_of, plain, short
 
 MOVING = "changes during the run"
 """The line of a value that the run itself has changed; it is not compared."""
@@ -45,12 +40,14 @@ SAMPLED = 1024
 """Of longer collections of other things this many are described, evenly spaced."""
 TEACHER = 2**20
 """Bytes of a parameter of a module that is not the run's own, such as a teacher, that are hashed."""
-HUB_ROWS = 64
-"""Of a dataset of Hugging Face this many rows are described, evenly spaced."""
+LISTED = 20
+"""Differences that a message lists."""
+_SETTINGS = ("rate", "optimizer", "scheduler", "each_update", "clip", "project", "autocast", "scaler")
 _ENTRIES = frozenset({"forward", "next", "__call__", "__getitem__", "__getitems__", "__iter__", "__next__", "__len__"})
 _MODULE = frozenset(vars(nn.Module())) | {"training"}
-_UNSEEN = frozenset({"state", "generator", "order", "served", "params", "optimizer"})
 _CODE = re.compile(r"code [0-9a-f]{16}")
+Line = str | Callable[[], str]
+"""A line, or a function that makes it when it is needed."""
 
 
 class Program:
@@ -65,7 +62,7 @@ class Program:
         self._contents = Contents()
         self._begin = self._describe()
 
-    def _describe(self) -> dict[str, str | _Unread]:
+    def _describe(self) -> dict[str, Line]:
         walker = _Walker(self._contents, self._own)
         for name, part in self._parts.items():
             walker.walk(part, name)
@@ -74,34 +71,53 @@ class Program:
 
     def begin(self) -> dict[str, str]:
         """The lines as they were when the run was made."""
-        return {path: self._read(line) for path, line in self._begin.items()}
+        return _read(self._begin)
 
     def lines(self) -> dict[str, str]:
         """The lines as they were when the run was made; those that are others by now are ``MOVING``."""
-        begin = self.begin()
-        now = {path: self._read(line) for path, line in self._describe().items()}
-        return {
-            **{path: line if now.get(path) == line else MOVING for path, line in begin.items()},
-            **{path: MOVING for path in now if path not in begin},
-        }
-
-    def _read(self, line: str | _Unread) -> str:
-        if isinstance(line, str):
-            return line
-        return self._contents(line.tensor, line.room) if line.tensor._version == line.version else MOVING
+        begin, now = self.begin(), _read(self._describe())
+        return {path: begin[path] if begin.get(path) == now.get(path) else MOVING for path in {**begin, **now}}
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Unread:
-    """In place of a tensor's line: read when it is needed, and ``MOVING`` if the tensor has been written to by then."""
-
-    tensor: Tensor
-    version: int
-    room: int | None
+def _read(lines: dict[str, Line]) -> dict[str, str]:
+    return {path: line if isinstance(line, str) else line() for path, line in lines.items()}
 
 
-def comparable(saved: Mapping[str, str], now: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """The lines of two runs that can be compared: without moving ones and, of two interpreters, without code."""
+def settings(algorithm: Algorithm, state: State) -> dict[str, Any]:
+    """The settings of a run except its data: the algorithm, and the optimizers of both levels."""
+    levels = {"inner": state.inner, "outer": state.outer}
+    return {"algorithm": algorithm} | {
+        level: {name: getattr(optimizer, name) for name in _SETTINGS} for level, optimizer in levels.items()
+    }
+
+
+def tensors(module: nn.Module) -> dict[str, str]:
+    """The dtype and shape of every parameter and buffer that a module saves."""
+    found = {name: x for name, x in module.state_dict().items() if isinstance(x, Tensor)}
+    return {name: f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for name, x in found.items()}
+
+
+def differences(title: str, saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """The differences between the lines of two runs, one line each; of those that can be compared."""
+    lines, (saved, now) = [], _comparable(saved, now)
+    for name in [*saved, *(name for name in now if name not in saved)]:
+        if name not in now:
+            lines.append(f"{title} {name}: only in the checkpoint ({saved[name]})")
+        elif name not in saved:
+            lines.append(f"{title} {name}: only in this run ({now[name]})")
+        elif saved[name] != now[name]:
+            lines.append(f"{title} {name}: {saved[name]} in the checkpoint, {now[name]} in this run")
+    return lines
+
+
+def listed(lines: list[str]) -> str:
+    """The first lines of many, indented."""
+    more = [f"… and {len(lines) - LISTED} more"] if len(lines) > LISTED else []
+    return "".join(f"\n  {line}" for line in lines[:LISTED] + more)
+
+
+def _comparable(saved: Mapping[str, str], now: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """The lines that can be compared: without moving ones and, of two interpreters, without code."""
     moving = {path for lines in (saved, now) for path, line in lines.items() if line == MOVING}
     same = saved.get(BYTECODE) == now.get(BYTECODE)
 
@@ -116,32 +132,11 @@ def comparable(saved: Mapping[str, str], now: Mapping[str, str]) -> tuple[dict[s
     return kept(saved), kept(now)
 
 
-@functools.lru_cache(maxsize=4096)
-def _library(module: str) -> bool:
-    """Whether a module belongs to Python or to an installed package, whose version is compared instead."""
-    root = module.split(".")[0]
-    if root in ("torch", "hyperkron", "builtins"):
-        return True
-    if root not in sys.modules or root == "__main__":
-        return False
-    file = getattr(sys.modules[root], "__file__", None)
-    if file is None:
-        return root in sys.stdlib_module_names
-    installed = {"site-packages", "dist-packages"} & set(Path(file).parts)
-    return bool(installed) or Path(file).is_relative_to(sysconfig.get_path("stdlib"))
-
-
-def _of_library(x: Any) -> bool:
-    """Whether the code of a function or class is a library's; a decorated function has the decorator's code."""
-    module = x.__globals__.get("__name__") if isinstance(x, FunctionType) else getattr(x, "__module__", None)
-    return _library(str(module or "builtins"))
-
-
 class _Walker:
     """Collects lines; the contents of an object are described only the first time it occurs."""
 
     def __init__(self, digest: Contents, own: Iterable[nn.Module]) -> None:
-        self.lines: dict[str, str | _Unread] = {}
+        self.lines: dict[str, Line] = {}
         self._digest = digest
         self._seen: dict[int, Any] = {}  # by id, and kept so that no id is used twice
         self._state = {id(x) for m in own for x in (*m.parameters(), *m.buffers())}
@@ -159,23 +154,19 @@ class _Walker:
         if text is not None or depth > DEPTH:
             self.lines[path] = text or f"{type(x).__qualname__}, nested too deep to be described"
             return
+        first = id(x) not in self._seen
+        self._seen[id(x)] = x
         try:
-            self._walk(x, path, depth)
+            self._walk(x, path, depth, first)
         except Exception as error:  # an object that does not let itself be looked at must not stop a run
             self.lines[path] = f"{type(x).__qualname__}, not described ({type(error).__name__})"
 
-    def _walk(self, x: Any, path: str, depth: int) -> None:
+    def _walk(self, x: Any, path: str, depth: int, first: bool) -> None:
         if isinstance(x, (list, tuple, Mapping, set, frozenset)):
             self._collection(x, path, depth)
         elif isinstance(x, Tensor) or (type(x).__module__ == "numpy" and hasattr(x, "dtype") and hasattr(x, "shape")):
             self.lines[path] = f"{x.dtype} {list(x.shape)}" if id(x) in self._state else self._content(x)
-        else:
-            first = id(x) not in self._seen
-            self._seen[id(x)] = x
-            self._thing(x, path, depth, first)
-
-    def _thing(self, x: Any, path: str, depth: int, first: bool) -> None:
-        if isinstance(x, nn.Module):
+        elif isinstance(x, nn.Module):
             self._module(x, path, depth, first)
         elif isinstance(x, FunctionType):
             self._function(x, path, depth, first)
@@ -190,16 +181,18 @@ class _Walker:
         elif not isinstance(x, ModuleType):
             self.lines[path] = type(x).__qualname__
             self._classes.setdefault(type(x), path)
-            parts = list(_parts(x)) if first else []
+            parts = list(parts_of(x)) if first else []
             if _read_by_name(x):
                 self._objects += [(x, name, part, f"{path}.{name}", depth + 1) for name, part in parts]
             else:
                 for name, part in parts:
                     self.walk(part, f"{path}.{name}", depth + 1)
 
-    def _content(self, x: Any, room: int | None = None) -> str | _Unread:
+    def _content(self, x: Any, room: int | None = None) -> Line:
+        """The line of a tensor or array; a tensor is read when that is needed, if it was not written to by then."""
         if isinstance(x, Tensor) and x.dim() and not x.is_inference():  # a single number is read now: a learning rate
-            return _Unread(x, x._version, room)
+            version, digest = x._version, self._digest  # not the walker, which keeps all that it has seen
+            return lambda: digest(x, room) if x._version == version else MOVING
         return self._digest(x, room)
 
     def _collection(self, x: Any, path: str, depth: int) -> None:
@@ -224,7 +217,7 @@ class _Walker:
 
     def _module(self, x: nn.Module, path: str, depth: int, first: bool) -> None:
         """Its type and settings, which of its parameters are frozen or shared, and the modules in it."""
-        own, library = id(x) in self._own, _of_library(type(x))
+        own, library = id(x) in self._own, of_library(type(x))
         settings = {
             k: v for k, v in vars(x).items() if k not in _MODULE and not (library and (k[0] == "_" or k == "forward"))
         }
@@ -239,7 +232,7 @@ class _Walker:
             return
         for name, value in settings.items():
             alone = callable(value) or isinstance(value, (Tensor, list, tuple, dict))  # more than a library's object
-            if name not in told and not (library and _of_library(type(value)) and not alone):
+            if name not in told and not (library and of_library(type(value)) and not alone):
                 self.walk(value, f"{path}.{name}", depth + 1)
         for name, p in (*x._parameters.items(), *x._buffers.items()):
             if p is not None:
@@ -265,7 +258,7 @@ class _Walker:
 
     def _function(self, f: FunctionType, path: str, depth: int, first: bool) -> None:
         """Its code and the values it reads: closure, defaults, globals; of a library's its name and closure."""
-        library, what = _of_library(f), contents.code(f.__code__)
+        library, what = of_library(f), contents.code(f.__code__)
         name = f"{f.__globals__.get('__name__')}.{f.__code__.co_name}"
         self.lines[path] = name if library else f"{f.__name__}, code {what.digest}"
         if not first:
@@ -291,11 +284,11 @@ class _Walker:
     def _read(self, value: Any, path: str, names: Iterable[str], depth: int) -> None:
         """Add a value that a function reads; for a module of the user, the members that the function uses by name."""
         if isinstance(value, ModuleType):
-            if not _library(value.__name__):
+            if not is_library(value.__name__):
                 for name in sorted(set(names) & set(vars(value))):
                     self._read(vars(value)[name], f"{path}.{name}", (), depth)
             return
-        plain_name = isinstance(value, (type, FunctionType, BuiltinFunctionType)) and _of_library(value)
+        plain_name = isinstance(value, (type, FunctionType, BuiltinFunctionType)) and of_library(value)
         if not plain_name or getattr(value, "__closure__", None) or hasattr(value, "__wrapped__"):  # made by a factory
             self.walk(value, path, depth)
 
@@ -307,7 +300,7 @@ class _Walker:
                 (base, name, vars(base)[name], f"{path}.{base.__name__}.{name}", 0)
                 for cls, path in self._classes.items()
                 for base in cls.__mro__
-                if not _of_library(base)
+                if not of_library(base)
                 for name in vars(base)
             ]
             waiting = [*members, *self._objects]
@@ -334,65 +327,5 @@ def _read_by_name(x: Any) -> bool:
     """Whether only described code reads the attributes of an object; then only attributes it names are described."""
     if isinstance(x, (SimpleNamespace, argparse.Namespace)):
         return True
-    bases = [base for base in type(x).__mro__ if _of_library(base) and base not in (Dataset, IterableDataset, Source)]
-    return not _of_library(type(x)) and {base.__module__ for base in bases} <= {"builtins", "abc", "typing"}
-
-
-def _parts(x: Any) -> Iterable[tuple[str, Any]]:
-    """The parts of an object that are described, by name."""
-    module = type(x).__module__
-    if isinstance(x, (torch.Generator, Group)):  # a run continues with any number of processes
-        return []
-    if isinstance(x, torch.optim.Optimizer):
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in x.param_groups]
-        return list(groups[0].items()) if len(groups) == 1 else [(str(i), group) for i, group in enumerate(groups)]
-    if isinstance(x, (LRScheduler, ReduceLROnPlateau)):
-        kept = [name for name in vars(x) if name == "_schedulers" or (name[0] != "_" and name not in _UNSEEN)]
-        return [(name, vars(x)[name]) for name in kept]
-    if isinstance(x, DataLoader):
-        names = ("dataset", "batch_size", "collate_fn", "sampler", "batch_sampler", "drop_last")
-        return [(name, getattr(x, name)) for name in names]
-    if isinstance(x, functools.partial):
-        return [("func", x.func), ("args", x.args), ("keywords", x.keywords)]
-    if module.split(".")[0] == "pandas":
-        return [("columns", list(getattr(x, "columns", ()))), ("values", _hashed_rows(x))]
-    if module.split(".")[0] == "datasets" and hasattr(x, "with_format") and hasattr(x, "__len__"):
-        return _hub_rows(x)
-    if dataclasses.is_dataclass(x):
-        return [(field.name, getattr(x, field.name)) for field in dataclasses.fields(x) if hasattr(x, field.name)]
-    if hasattr(x, "__wrapped__"):
-        return [("wrapped", x.__wrapped__)]
-    held = _held(x)
-    if not _library(module) or isinstance(x, (SimpleNamespace, argparse.Namespace)):
-        return [(k, v) for k, v in held.items() if not k.startswith("__")]
-    if module.split(".")[0] in sys.stdlib_module_names or module.startswith("torch._"):
-        return []
-    return [(k, v) for k, v in held.items() if not k.startswith("_") and k not in _UNSEEN]
-
-
-def _held(x: Any) -> dict[str, Any]:
-    """The attributes of an object, in ``__dict__`` or in slots."""
-    slots = [name for cls in type(x).__mro__ for name in _slots(cls)]
-    return {**{k: getattr(x, k) for k in slots if hasattr(x, k)}, **getattr(x, "__dict__", {})}
-
-
-def _slots(cls: type) -> Iterable[str]:
-    names = vars(cls).get("__slots__", ())
-    return [names] if isinstance(names, str) else [name for name in names if not name.startswith("__")]
-
-
-def _hashed_rows(x: Any) -> Any:
-    """A number for every row of a DataFrame or a Series."""
-    with contextlib.suppress(Exception):
-        return sys.modules["pandas"].util.hash_pandas_object(x).to_numpy()
-    return None
-
-
-def _hub_rows(x: Any) -> list[tuple[str, Any]]:
-    """The length and evenly spaced rows of a dataset of Hugging Face, as they are stored."""
-    count = min(len(x), HUB_ROWS)
-    rows: Any = None
-    with contextlib.suppress(Exception):
-        stored = x.with_format("arrow")
-        rows = [stored[i * (len(x) - 1) // max(1, count - 1)].to_pydict() for i in range(count)]
-    return [("length", len(x)), ("rows", rows)]
+    bases = [base for base in type(x).__mro__ if of_library(base) and base not in (Dataset, IterableDataset, Source)]
+    return not of_library(type(x)) and {base.__module__ for base in bases} <= {"builtins", "abc", "typing"}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -58,6 +60,16 @@ def set_random_state(state: dict[str, Any]) -> None:
         saved = state["numpy"]
         keys = numpy.array(saved["words"].tolist(), dtype=numpy.uint32)
         numpy.random.set_state(("MT19937", keys, saved["position"], saved["has_gauss"], saved["cached"]))
+
+
+@contextmanager
+def kept_random_state() -> Iterator[None]:
+    """After the block all global random states are what they were."""
+    before = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(before)
 
 
 def same_random_state(a: dict[str, Any], b: dict[str, Any]) -> bool:

@@ -17,14 +17,14 @@ from hyperkron.algorithms import Algorithm, BatchSources, State, StepReport, der
 from hyperkron.collectives import Group
 from hyperkron.problem import Both
 from hyperkron.solution import HyperkronError, Status
-from hyperkron.training import checkpoint, fingerprint
+from hyperkron.training import checkpoint
 from hyperkron.training.callback import Callback, checked
 from hyperkron.training.encoding import CheckpointError
 from hyperkron.training.history import History, JSONLog, Value
 from hyperkron.training.locks import FolderLock
-from hyperkron.training.program import Program
-from hyperkron.training.randomness import random_state, set_random_state
-from hyperkron.training.sharded import holds_rows, of_all_ranks, own_buffers, resharded, write_rows
+from hyperkron.training.program import Program, listed, settings, tensors
+from hyperkron.training.randomness import kept_random_state, random_state, set_random_state
+from hyperkron.training.sharded_checkpoint import holds_rows, of_all_ranks, own_buffers, resharded, write_rows
 from hyperkron.training.signals import Interrupted, Signals
 from hyperkron.training.undo import RecordedBatches, undoable_step
 from hyperkron.validation import check_callable, check_nonnegative, check_whole
@@ -55,7 +55,7 @@ class Run:
     ) -> None:
         self.algorithm, self.state = algorithm, state
         derivatives.check_curvature_data(state, batches)
-        self.batches = RecordedBatches(batches.inner_source, batches.outer_source, batches.curvature_source)
+        self.batches = RecordedBatches(batches)
         self.callbacks = checked(callbacks)
         check_callable("clock", clock, "pass a function that returns seconds, such as time.perf_counter")
         self.clock, self.record_failure = clock, record_failure
@@ -70,9 +70,8 @@ class Run:
         self._random: dict[str, Any] | None = None
         self._log: JSONLog | None = None
         self._locks: dict[Path, FolderLock] = {}
-        self._settings = Program(fingerprint.settings(algorithm, state), [state.model, state.hyper])
-        data = {level: getattr(batches, f"{level}_source") for level in ("inner", "outer", "curvature")}
-        parts = {f"{level}_data": source for level, source in data.items() if source is not None}
+        self._settings = Program(settings(algorithm, state), [state.model, state.hyper])
+        parts: dict[str, Any] = {f"{level}_data": source for level, source in batches.sources.items()}
         parts |= {"problem": state.problem, "model": state.model, "hyper": state.hyper}
         self._program = Program(parts, [state.model, state.hyper])
 
@@ -211,11 +210,12 @@ class Run:
         """Everything the rest of the run depends on, the global random state included."""
         return {
             "state": self.state.state_dict(),
-            "draw": self.batches.state_dict(),
+            "batches": self.batches.state_dict(),
             "history": self.history.state_dict(),
             "seconds": self.seconds,
             "callbacks": dict(zip(self._callback_names(), [c.state_dict() for c in self.callbacks], strict=True)),
             "random": random_state(),
+            "ranks": {},
         }
 
     def _callback_names(self) -> list[str]:
@@ -233,14 +233,14 @@ class Run:
                 "make the run with the callbacks it was saved with."
             )
         self.state.load_state_dict(state["state"])
-        own = {name: state.get(f"{name}s", {}).get(str(self.group.rank), state[name]) for name in ("draw", "random")}
-        if len(buffers := state.get("buffers", {})) == self.group.size:  # otherwise all take those of the first
+        own = {**state, **state["ranks"].get(str(self.group.rank), {})}  # what differs between ranks: else of the first
+        if "buffers" in own and len(state["ranks"]) == self.group.size:
             live = Both(self.state.model, self.state.hyper).state_dict()
-            for name, x in buffers[str(self.group.rank)].items():
+            for name, x in own["buffers"].items():
                 live[name].copy_(x)
-        self.batches.load_state_dict(own["draw"])
+        self.batches.load_state_dict(own["batches"])
         self.history.load_state_dict(state["history"])
-        self.seconds = state.get("seconds", 0.0)
+        self.seconds = state["seconds"]
         for callback in self.callbacks:
             found = next((name for name in saved if name.split()[1] == type(callback).__name__), None)
             if found is not None:
@@ -250,7 +250,7 @@ class Run:
 
     def about(self) -> checkpoint.About:
         """A description of this run; a checkpoint is resumed only if its description is the same."""
-        model, hyper = fingerprint.tensors(self.state.model), fingerprint.tensors(self.state.hyper)
+        model, hyper = tensors(self.state.model), tensors(self.state.hyper)
         kinds = {f"callbacks.{i}": type(callback).__qualname__ for i, callback in enumerate(self.callbacks)}
         config = {**self._settings.begin(), **kinds}
         spread = 1 if self.state.problem.divides else self.group.size
@@ -269,13 +269,13 @@ class Run:
 
     def _save(self, folder: str | Path) -> Path:
         rows, path = None, checkpoint.place(folder, self.state.step)
-        of_each: dict[str, Any] = {}
+        own: dict[str, Any] = {}  # of this rank
         if self.group.size > 1:
             if buffers := own_buffers(self.state, self.group):
-                of_each["buffers"] = buffers
+                own["buffers"] = buffers
             if not self.state.problem.divides:  # data of its own may draw random numbers of its own
-                of_each |= {"draws": self.batches.state_dict(), "randoms": random_state()}
-            of_each = of_all_ranks(of_each, self.group) if of_each else {}
+                own |= {"batches": self.batches.state_dict(), "random": random_state()}
+        ranks = {"ranks": of_all_ranks(own, self.group) if own else {}}
         if self._sharded:
             staging = checkpoint.staging(folder, self.state.step)
             rows = staging, write_rows(staging, self.state_dict(), self.group)
@@ -283,7 +283,7 @@ class Run:
         if self.group.rank == 0:
             try:
                 with self._lock(folder):
-                    checkpoint.write(folder, self.state.step, self.state_dict() | of_each, self.about(), rows)
+                    checkpoint.write(folder, self.state.step, self.state_dict() | ranks, self.about(), rows)
             except CheckpointError as error:
                 failure = error
         if rows is not None and not self.group.all(failure is None) and failure is None:
@@ -313,7 +313,7 @@ class Run:
         lines = [] if saved is None else checkpoint.differences(saved, self.about(), allow=allow_changes)
         found, differs = self.group.numbers(0 if saved is None else saved.step, len(lines))[0]
         saved = saved or checkpoint.newest(folder, int(found), group=group)
-        content = saved.state if group is None else resharded(saved.state, self.state, group)
+        content = saved.state if group is None else resharded(saved.state, self.state)
         if not differs:
             try:
                 self.load_state_dict(content)
@@ -337,7 +337,7 @@ class Run:
         except Exception as error:
             self.load_state_dict(before)
             raise CheckpointError(
-                f"{saved.path} does not fit into this run ({error}), which differs in:{fingerprint.listed(lines)}"
+                f"{saved.path} does not fit into this run ({error}), which differs in:{listed(lines)}"
             ) from error
         return self
 
@@ -374,8 +374,7 @@ def advance_all(
     for run in runs:
         run._set_goal(steps, seconds)
     several = len(runs) > 1
-    outside = random_state() if several else {}
-    with ExitStack() as stack:
+    with kept_random_state() if several else nullcontext(), ExitStack() as stack:
         signals = stack.enter_context(Signals(any(c.catches_signals for run in runs for c in run.callbacks)))
         total = None if steps is None else steps * len(runs)
         bar = stack.enter_context(tqdm(total=total, disable=not progress, unit="step", dynamic_ncols=True))
@@ -391,8 +390,6 @@ def advance_all(
             with run._own_random_state() if several else nullcontext():
                 for callback in run.callbacks if run.failure is None else ():
                     callback.on_end(run)
-    if several:
-        set_random_state(outside)
     if signals.received is not None:
         raise Interrupted(signals.received)
     return list(runs)

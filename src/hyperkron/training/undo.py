@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,8 +51,15 @@ class TrainingSnapshot:
         if random:
             set_random_state(self._random)
 
+    def meant(self, name: str) -> bool:
+        """Whether what :func:`_updated` calls ``name`` is a buffer that was not finite before, as a mask of −inf, or
+        one that is not saved."""
+        _, _, own = name.partition("buffer ")
+        earlier = [self._saved[part][own] for part in ("model", "hyper") if own in self._saved[part]]
+        return bool(own) and not (earlier and trees.is_finite({own: earlier[0]}))
 
-def refuse_non_finite(state: State) -> None:
+
+def refuse_non_finite(state: State, before: TrainingSnapshot) -> None:
     """Raise an error if a step has produced NaN or infinity; one copy to the host for each device."""
     floating = ((name, x) for name, x in _updated(state) if isinstance(x, Tensor) and x.is_floating_point())
     tensors = {name: x.detach() for name, x in floating if x.numel() > 0}
@@ -59,7 +68,7 @@ def refuse_non_finite(state: State) -> None:
         by_device.setdefault(x.device, {})[name] = x
     if all(trees.is_finite(found) for found in by_device.values()):
         return
-    bad = [name for name, x in tensors.items() if not trees.is_finite({name: x})]
+    bad = [name for name, x in tensors.items() if not trees.is_finite({name: x}) and not before.meant(name)]
     if bad:
         raise NonFiniteError(
             f"step {state.step - 1} left nan or infinite values in {', '.join(bad[:5])}; lower the step sizes, clip "
@@ -91,7 +100,7 @@ def undoable_step(run: Any, guards: Sequence[Callback]) -> StepReport:
         while True:
             try:
                 report: StepReport = run.algorithm.step(state, run.batches)
-                refuse_non_finite(state)
+                refuse_non_finite(state, before)
                 for guard in guards:
                     guard.on_report(run, report)
                 return report
@@ -138,8 +147,8 @@ class Note:
 class RecordedBatches(BatchSources):
     """Records the batches of a step after :meth:`begin`, and returns the same ones again after :meth:`rewind`."""
 
-    def __init__(self, inner: Any, outer: Any, curvature: Any = None) -> None:
-        super().__init__(inner, outer, curvature)
+    def __init__(self, batches: BatchSources) -> None:
+        self.sources = batches.sources
         self.end()
 
     def begin(self) -> None:
@@ -173,45 +182,32 @@ class RecordedBatches(BatchSources):
         self.notes.append(Note(level, kind, value, None if same_random_state(before, after) else after))
         return value
 
-    def inner(self) -> Any:
-        return self.note("inner", "batch", super().inner)
-
-    def outer(self) -> Any:
-        return self.note("outer", "batch", super().outer)
-
-    def curvature(self) -> Any:
-        return self.note("curvature", "batch", super().curvature)
+    def next(self, level: str) -> Any:
+        return self.note(level, "batch", partial(super().next, level))
 
     def finite(self, algorithm: str) -> tuple[Examples, Examples]:
-        inner, outer = super().finite(algorithm)
-        return (_Watched(inner, "inner", self), _Watched(outer, "outer", self)) if self._active else (inner, outer)
+        given = super().finite(algorithm)
+        watched = copy(given[0]), copy(given[1])
+        for level, examples, own in zip(("inner", "outer"), given, watched, strict=True):
+            own.index = partial(self.note, level, "index", examples.index)  # type: ignore[method-assign]
+        return watched
 
     def examples(self, note: Note) -> Any:
         """The batch of a note, also if the note has only its number."""
-        return note.value if note.kind == "batch" else getattr(self, f"{note.level}_source").batch(note.value)
+        source: Any = self.sources[note.level]
+        return note.value if note.kind == "batch" else source.batch(note.value)
 
     def describe(self) -> list[dict[str, Any]]:
         """The batches of the step as plain values: integers that identify examples, and rows that are not finite."""
         described = []
         for note in self.notes:
             found: dict[str, Any] = {"level": note.level}
-            batch = self.examples(note)
-            if note.kind == "index":
-                first = note.value * getattr(self, f"{note.level}_source").batch_size
+            batch, source = self.examples(note), self.sources[note.level]
+            if note.kind == "index" and isinstance(source, Examples):
+                first = note.value * source.batch_size
                 found |= {"batch": note.value, "examples": [first, first + len(batch[0]) - 1]}
             described.append({**found, "tensors": [_tensor(place, x) for place, x in tensors_of("batch", batch)]})
         return described
-
-
-class _Watched(Examples):
-    """The same examples in the same order; their draws are recorded by :class:`RecordedBatches`."""
-
-    def __init__(self, examples: Examples, level: str, batches: RecordedBatches) -> None:
-        self.examples, self.level, self.batches = examples, level, batches
-        self.tensors, self.batch_size = examples.tensors, examples.batch_size
-
-    def index(self) -> int:
-        return self.batches.note(self.level, "index", self.examples.index)
 
 
 def _tensor(place: str, x: Tensor) -> dict[str, Any]:

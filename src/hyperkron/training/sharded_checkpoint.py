@@ -10,7 +10,6 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +26,6 @@ from hyperkron.training.data_parallel import checksums
 from hyperkron.training.encoding import CheckpointError, DamagedCheckpoint, join, sharded_rows, split
 
 FILE = re.compile(r"tensors-rank(\d{5})\.safetensors\Z")
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The rows of a saved tensor that this process is to have.
-
-    Attributes:
-        own: these rows.
-        shape: of the whole tensor.
-    """
-
-    own: Tensor
-    shape: tuple[int, ...]
 
 
 def holds_rows(*modules: nn.Module) -> bool:
@@ -80,11 +66,10 @@ def write_rows(staging: Path, state: dict[str, Any], group: Group) -> dict[str, 
 
 
 def of_all_ranks(own: dict[str, Any], group: Group) -> dict[str, dict[str, Any]]:
-    """For the first rank each value of ``own`` as all ranks have it, by their numbers; nothing for the others."""
+    """For the first rank ``own`` of all ranks, by their numbers; nothing for the others."""
     tree, tensors = split(own)
     found = group.of_all({"tree": json.dumps(tree), "tensors": tensors})
-    states = [join(json.loads(x["tree"]), x["tensors"].__getitem__) for x in found]
-    return {name: {str(rank): x[name] for rank, x in enumerate(states)} for name in own if states}
+    return {str(i): join(json.loads(x["tree"]), x["tensors"].__getitem__) for i, x in enumerate(found)}
 
 
 def own_buffers(state: State, group: Group) -> dict[str, Tensor]:
@@ -107,7 +92,7 @@ def _file(rank: int) -> str:
 def reader(
     path: Path, records: Mapping[str, dict[str, Any]], group: Group | None
 ) -> Iterator[Callable[[str, tuple[int, ...]], Any]]:
-    """A function (name, shape) → the :class:`Rows` of a sharded tensor for this process, or the whole tensor."""
+    """A function (name, shape) → a sharded tensor with the rows of this process, or the whole tensor."""
     names = sorted(name for name in records if FILE.match(name))
     with contextlib.ExitStack() as stack:
         opened: list[files.TensorFile] = []
@@ -121,42 +106,41 @@ def reader(
                 have = own_rows(shape[0], rank, len(opened))
                 begin, end = max(wanted.start, have.start), min(wanted.stop, have.stop)
                 if begin < end:
-                    found.append(file.rows(name, begin - have.start, end - have.start))
-            own = torch.cat(found) if found else opened[0].rows(name, 0, 0)
+                    found.append(file(name, slice(begin - have.start, end - have.start)))
+            own = torch.cat(found) if found else opened[0](name, slice(0, 0))
             if own.shape != (wanted.stop - wanted.start, *shape[1:]):
                 raise DamagedCheckpoint(f"{name} has rows of shape {tuple(own.shape)}, which do not fit {shape}")
-            return own if group is None else Rows(own, shape)
+            return own if group is None else sharded_over(group, own, shape[0])
 
         yield rows
 
 
-def resharded(saved: dict[str, Any], state: State, group: Group) -> dict[str, Any]:
-    """A saved state of a run, with its tensors sharded like those of ``state``."""
+def resharded(saved: dict[str, Any], state: State) -> dict[str, Any]:
+    """A saved state of a run, with whole tensors sharded where those of ``state`` are."""
     live = {**state.params, **state.hypers, **state.model.state_dict(), **state.hyper.state_dict()}
-    own = dict(_placed(saved["state"], {}, group))
-    own |= {name: _placed(own[name], live, group) for name in ("model", "hyper", "trees")}
+    own = dict(saved["state"])
+    own |= {name: _placed(own[name], live) for name in ("model", "hyper", "trees")}
     for name in ("inner", "outer"):
-        own[name] = _moments(own[name], getattr(state, name).optimizer, group)
-    for name, twin in own["twins"].items():
-        moments = _moments(twin["mover"], state.inner.optimizer, group)
-        own["twins"][name] = {"params": _placed(twin["params"], live, group), "mover": moments}
+        own[name] = _moments(own[name], getattr(state, name).optimizer)
+    own["twins"] = {
+        name: {"params": _placed(twin["params"], live), "optimizer": _moments(twin["optimizer"], state.inner.optimizer)}
+        for name, twin in own["twins"].items()
+    }
     if own["hypergradient"].get("start"):
-        own["hypergradient"] = {**own["hypergradient"], "start": _placed(own["hypergradient"]["start"], live, group)}
+        own["hypergradient"] = {**own["hypergradient"], "start": _placed(own["hypergradient"]["start"], live)}
     return {**saved, "state": own}
 
 
-def _placed(x: Any, live: Mapping[str, Any], group: Group, name: str = "") -> Any:
-    """Turns :class:`Rows`, and whole tensors that are sharded in ``live``, into sharded tensors."""
+def _placed(x: Any, live: Mapping[str, Any], name: str = "") -> Any:
+    """Shards whole tensors that are sharded in ``live``."""
     if isinstance(x, dict):
-        return type(x)({key: _placed(value, live, group, str(key)) for key, value in x.items()})
-    if isinstance(x, Rows):
-        return sharded_over(group, x.own, x.shape[0])
+        return type(x)({key: _placed(value, live, str(key)) for key, value in x.items()})
     like: Any = live.get(name)
     whole = is_sharded(like) and isinstance(x, Tensor) and not is_sharded(x) and x.shape == like.shape
     return sharded_like(x, like) if whole else x
 
 
-def _moments(saved: dict[str, Any], optimizer: torch.optim.Optimizer, group: Group) -> dict[str, Any]:
+def _moments(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     params = [p for g in optimizer.param_groups for p in g["params"]]
-    own = {key: _placed(one, dict.fromkeys(one, params[int(key)]), group) for key, one in saved["state"].items()}
+    own = {key: _placed(one, dict.fromkeys(one, params[int(key)])) for key, one in saved["state"].items()}
     return {**saved, "state": own}
