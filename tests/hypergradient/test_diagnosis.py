@@ -281,6 +281,18 @@ def test_several_pairs_of_batches() -> None:
     assert "± " in str(whole) and "Between pairs" in str(whole) and "Between pairs" not in str(one)
 
 
+def test_a_pair_without_a_hypergradient_has_no_cosine() -> None:
+    case = linear([1.0, 0.5])
+    problem = hk.BilevelProblem(case.inner, lambda m, h, b: hk.losses.mse(m(b[0]), b[1]))
+    x, y = case.outer_batch
+    solved = case.inner_batch, (x, case.model(x).detach())
+    found = hk.diagnose(problem, *case.arguments[1:], more=[solved], dampings=[0.1], methods={})
+    for one in found.rows:
+        assert not one.error and one.status is not None
+        assert math.isnan(one.cosine) and math.isnan(one.spread)
+    assert found.converged and found.method is None and "No advice" in found.advice
+
+
 def test_entries_of_other_batches_do_not_count() -> None:
     """Weights of examples that a batch does not have are exactly zero there."""
     torch.manual_seed(0)

@@ -289,7 +289,7 @@ def _compared(name: str, method: Hypergradient, references: list[_Reference], ba
         return Comparison(
             name,
             cosine=statistics.mean(cosines),
-            spread=statistics.stdev(cosines) if len(cosines) > 1 else math.nan,
+            spread=math.nan if len(cosines) == 1 or math.isnan(sum(cosines)) else statistics.stdev(cosines),
             length=statistics.mean(lengths),
             time=_seconds(method.fresh(), references[0].at),
             status=worst(statuses),
