@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -46,6 +47,17 @@ def test_products_keep_nearly_all_digits_of_float32(scale: float, spread: float)
     assert error(-v, a, b) < 2.0**-20
     if scale == 1.0:  # else squares are outside the range of float32
         assert error(linalg.gram(a), a.mT, a) < 2.0**-20
+
+
+@pytest.mark.usefixtures("_split")
+def test_matrices_may_lie_in_memory_in_any_order() -> None:
+    for order in itertools.permutations(range(3)):
+        back = sorted(range(3), key=order.__getitem__)
+        a = matrices(5, 30, 40).float().permute(order).contiguous().permute(back)
+        b = matrices(5, 40, 20).float().permute(order).contiguous().permute(back)
+        assert error(split_products.product(a, b), a, b) < 2.0**-20
+        with split_products.bounded():
+            assert error(-split_products.subtract_product(torch.zeros(5, 30, 20), a, b), a, b) < 2.0**-20
 
 
 @pytest.mark.usefixtures("_split")

@@ -137,7 +137,7 @@ def _split_product(a: Tensor, b: Tensor) -> Tensor:
 
 def _thrice(x: Tensor, dim: int, low: int) -> Tensor:
     """[x₁ x₁ x₂] (``low`` 2) or [x₁ x₂ x₁] (1), side by side (dim −1) or one below the other (−2), in x's layout."""
-    if x.stride(-1) != 1:
+    if x.stride(-1) > x.stride(-2):
         return _thrice(x.mT, -3 - dim, low).mT
     shape = list(x.shape)
     shape[dim] *= 3
