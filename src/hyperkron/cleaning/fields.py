@@ -80,7 +80,7 @@ class Fields:
         value = self.number(name)
         if value is not None and (value < 0 or value != int(value)):
             raise self._wrong(name, value, "a whole number, at least 0")
-        return None if value is None else int(value)
+        return None if value is None else int(self.raw[name])  # not by way of a float, which rounds large ones
 
     def flag(self, name: str) -> bool:
         """True or false; false when not known."""
