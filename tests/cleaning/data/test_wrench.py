@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hyperkron.cleaning.data import ReadOptions, read, read_pair
+from hyperkron.cleaning.data import ReadOptions, export_rows, read, read_pair
+from hyperkron.cleaning.data.sources import suffix_written
 from hyperkron.solution import HyperkronError
 
 ROWS = [("one", 1, [1, 1, 0]), ("two", 0, [2, 0, -1]), ("three", 2, [-1, -1, -1]), ("four", 2, [2, 1, 2])]
@@ -46,6 +47,16 @@ def test_votes_train_and_gold_is_trusted(tmp_path: Path, form: str) -> None:
     assert any("1 class absent from the trusted set: 'A'" in message for message in train.messages)
     assert read(f"{tmp_path}:valid").labels.tolist() == [1, 2]
     assert read(tmp_path).labels.tolist() == train.labels.tolist()
+
+
+def test_parts_of_both_forms_are_exported_in_their_own(tmp_path: Path) -> None:
+    _write(tmp_path, "train", ROWS, "json")
+    _write(tmp_path, "valid", ROWS, "jsonl.gz")
+    source = f"{tmp_path}:valid"
+    assert suffix_written(source) == ".jsonl" and suffix_written(str(tmp_path)) == ".json"
+    with pytest.raises(HyperkronError, match=r"written as \.jsonl or"):
+        export_rows(source, [1], tmp_path / "out.json")
+    assert json.loads(export_rows(source, [1], tmp_path / "out.jsonl").read_text())["text"] == "two"
 
 
 def test_rows_without_votes_can_be_left_out(tmp_path: Path) -> None:

@@ -85,17 +85,17 @@ def _suffix(path: Path) -> str:
 
 def suffix_written(source: str) -> str:
     """What the name of a file with rows of a source may end in: as its own name does, where that is possible."""
-    path = split_source(source)[0]
+    path, part = split_source(source)
     form = _HUB if source.startswith(arrow.PREFIX) else _FORMS.get(_suffix(path), _NPZ)
     with suppress(HyperkronError, OSError):
-        form = _form_of_folder(path) if path.is_dir() else form
+        form = _form_of_folder(path, part) if path.is_dir() else form
     return _suffix(path) if _suffix(path) in form.suffixes else form.suffixes[0]
 
 
-def _form_of(path: Path) -> Form:
-    """The form of what lies at a path."""
+def _form_of(path: Path, part: str | None = None) -> Form:
+    """The form of what lies at a path, or of a part of it."""
     if path.is_dir():
-        return _form_of_folder(path)
+        return _form_of_folder(path, part)
     suffix = _suffix(path)
     if suffix in _FORMS:
         return _FORMS[suffix]
@@ -112,7 +112,7 @@ def _form_of(path: Path) -> Form:
     )
 
 
-def _form_of_folder(path: Path) -> Form:
+def _form_of_folder(path: Path, part: str | None = None) -> Form:
     def any_file(*patterns: str) -> bool:
         return any(next(path.glob(pattern), None) is not None for pattern in patterns)
 
@@ -129,7 +129,7 @@ def _form_of_folder(path: Path) -> Form:
     if (path / "labels.npz").is_file() and any_file("train_*.webp", "test.webp"):
         return _SHEETS
     if any_file("train.json", "train.jsonl", "train.jsonl.gz"):
-        return _WRENCH if any_file("train.json") else _WRENCH_LINES
+        return _WRENCH if (path / f"{part or 'train'}.json").is_file() else _WRENCH_LINES
     if any(entry.is_dir() for entry in path.iterdir()):
         return _FOLDER
     there = listing(sorted(entry.name for entry in path.iterdir())) or "nothing"
@@ -147,7 +147,8 @@ def locate(
     path, named = (Path(text), None) if isinstance(source, Path) else split_source(text)
     if part is not None and named is not None:
         raise HyperkronError(f"part={part!r} is given, and {argument}={text!r} names the part {named!r} too.")
-    form, part = _form_of(existing(path, argument)), part or named
+    part = part or named
+    form = _form_of(existing(path, argument), part)
     if part is not None and form in (_CSV, _JSON, _LINES, _PARQUET):
         raise HyperkronError(f"{argument}={text!r} names the part {part!r}, but {path.name} has no parts.")
     return form, Place(argument, text, path, part, options, **more)
