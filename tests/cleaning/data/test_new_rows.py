@@ -75,3 +75,6 @@ def test_columns_called_x_and_y_are_columns() -> None:
         assert form.read(rows).inputs.tolist() == [[3.0, 7.0]]
     form = InputForm.of(read({"x": [1.0, 2.0, 4.0], "z": [5.0, 6.0, 9.0], "label": ["a", "b", "a"]}))
     assert form.read({"z": [7.0], "x": [3.0]}).inputs.tolist() == [[3.0, 7.0]]
+    form = InputForm.of(read({"text": ["a b", "c d"], "x": ["i", "j"], "label": ["a", "b"]}, text="text"))
+    assert form.read({"x": ["k"], "text": ["e f"]}).inputs == ["e f"]
+    assert form.read({"x": ["e f"]}).inputs == ["e f"]

@@ -104,6 +104,8 @@ class InputForm:
                 )
             return _open_path(rows, options, self.shape)
         by_name = self.roles.features is not None  # a column may be called x, or y
+        if isinstance(rows, Mapping):
+            by_name = by_name or bool({self.roles.text, self.roles.image} & set(rows))
         if isinstance(rows, Mapping) and not by_name and set(rows) & {"x", "y"} == {"x"}:
             rows = rows["x"]
         if isinstance(rows, Mapping) or hasattr(rows, "columns") or hasattr(rows, "column_names"):
