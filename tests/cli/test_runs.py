@@ -96,6 +96,18 @@ def test_relabelling_suspects(rows: list[dict[str, Any]], capsys: Captured) -> N
     assert json.loads(capsys.readouterr().out) == wanted
 
 
+def test_relabelling_numbers_whose_names_the_trusted_rows_list(rows: list[dict[str, Any]]) -> None:
+    source = Path("train.csv").read_text()
+    for i, name in enumerate(run_folder.CLASSES):
+        source = source.replace(f",{name},", f",{i},")
+    Path("train.csv").write_text(source)
+    record_rows()
+    assert main(["export", "runs/mine", "--relabel", "suspects", "-o", "clean.csv"]) == 0
+    with Path("clean.csv").open(newline="") as file:
+        found = [run_folder.CLASSES[int(line["label"])] for line in csv.DictReader(file)]
+    assert found == [row["suggested" if row["suspect"] else "given"] for row in rows]
+
+
 def decide(**more: Any) -> list[dict[str, Any]]:
     """decisions.json: the first suspect is accepted, the second rejected, the third gets another label."""
     suspects = [row for row in run_folder.make_rows(run_folder.CLASSES, 40, 0.4) if row["suspect"]]

@@ -75,6 +75,7 @@ def export(options: Any) -> int:
                 options.out,
                 labels + [None] * len(trusted) if new or voted else None,
                 label=reading.get("label"),
+                classes=read_result(folder).child("data").texts("classes") if new or voted else (),
                 overwrite=options.overwrite,
                 formulas=options.formulas,
                 options=how,

@@ -91,6 +91,39 @@ def test_numbers_are_those_of_the_names_that_another_source_has(tmp_path: Path) 
     assert read_pair(stars, tmp_path / "ok.csv")[1].labels.tolist() == [0, 1]  # these are names
 
 
+def test_numbers_with_names_elsewhere_are_tested_and_exported(tmp_path: Path) -> None:
+    trusted = _file(tmp_path / "a.parquet", ["cat", "dog"], [0, 1, 1])
+    (source := tmp_path / "train.csv").write_text("text,label\nx,0\ny,1\nz,0\n")
+    (tmp_path / "test.csv").write_text("text,label\nu,1\nv,0\n")
+    train, _ = read_pair(source, trusted)
+    assert read(tmp_path / "test.csv", like=train).labels.tolist() == [1, 0]
+    export_rows(source, [0, 1, 2], out := tmp_path / "out.csv", [None, None, "dog"], classes=train.classes)
+    assert out.read_text() == "text,label\nx,0\ny,1\nz,1\n"
+    (tmp_path / "named.csv").write_text("text,label\nx,cat\ny,dog\n")
+    with pytest.raises(HyperkronError, match="all labels are unknown"):  # nothing says which of the classes is 0
+        read(tmp_path / "test.csv", like=read(tmp_path / "named.csv"))
+
+
+def test_votes_have_the_names_of_their_column_or_of_the_trusted_rows(tmp_path: Path) -> None:
+    trusted = _file(tmp_path / "ok.parquet", ["cat", "dog"], [0, 1], "other")
+    (tmp_path / "a.csv").write_text("text,one,two\nx,0,1\ny,1,1\nz,0,0\n")
+    (tmp_path / "b.csv").write_text("id,text,who,label\n1,x,p,0\n1,x,q,1\n2,y,p,1\n2,y,q,1\n3,z,p,0\n3,z,q,0\n")
+    for name, columns, asked in (
+        ("a", ("one", "two"), {"annotators": ["one", "two"]}),
+        ("b", ("label",), {"annotator": "who", "id": "id"}),
+    ):
+        names = datasets.ClassLabel(names=["dog", "cat"])
+        table = datasets.Dataset.from_csv(str(tmp_path / f"{name}.csv"), cache_dir=str(tmp_path / "cache"))
+        for column in columns:
+            table = table.cast_column(column, names)
+        table.to_parquet(own := tmp_path / f"{name}.parquet")
+        for source, flipped in ((tmp_path / f"{name}.csv", False), (own, True)):
+            train, _ = read_pair(source, trusted, **asked)  # type: ignore[arg-type]
+            assert sorted(train.classes) == ["cat", "dog"] and train.votes is not None
+            said = [[train.classes[k] == "dog" for k in row] for row in train.votes]
+            assert said == [[k != flipped for k in row] for row in ([False, True], [True, True], [False, False])]
+
+
 def test_images_are_decoded_within_our_limits(hub: Callable[[Any], list[Any]]) -> None:
     Image.new("L", (3, 2), 9).save(buffer := io.BytesIO(), "PNG")
     features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b"])})

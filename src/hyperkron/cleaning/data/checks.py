@@ -377,4 +377,4 @@ def labelled(raw: Raw, classes: tuple[str, ...], encoding: TableEncoding | None,
     if raw.gold is not None:
         found["gold"] = numbered(raw.gold)
     found |= {"labels": numbered(raw.labels), "classes": classes, "messages": (*raw.messages, *notes)}
-    return Labelled(**found, encoding=encoding)
+    return Labelled(**found, encoding=encoding, listed=bool(raw.classes))

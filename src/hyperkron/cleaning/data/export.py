@@ -24,6 +24,7 @@ def export_rows(
     labels: Sequence[str | None] | None = None,
     *,
     label: str | None = None,
+    classes: Sequence[str] = (),
     overwrite: bool = False,
     formulas: Formulas = "keep",
     options: ReadOptions | None = None,
@@ -40,6 +41,7 @@ def export_rows(
         out: the file to write.
         labels: class names for the rows of ``keep``, None where a row keeps its own; None to keep all.
         label: the column of the labels; inferred as by ``read`` when None.
+        classes: of the rows as read, for a source of numbers whose names stand in another one (see ``read_pair``).
         overwrite: replace ``out`` if it is there.
         formulas: what becomes of CSV cells that a spreadsheet would run, such as ``=1+1``: ``keep`` them with a
             warning, ``escape`` them by an apostrophe, or ``refuse`` to write. Other formats have no such cells.
@@ -54,7 +56,7 @@ def export_rows(
     """
     out = Path(out)
     check_one_of("formulas", formulas, get_args(Formulas))
-    kept = Kept.of(keep, labels, out, label, formulas)
+    kept = Kept.of(keep, labels, out, label, formulas, classes)
     form, place = locate(source, "source", options or ReadOptions())
     if out.is_dir():
         raise HyperkronError(f"out={str(out)!r} is a folder; name a file.")

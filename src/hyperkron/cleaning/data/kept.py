@@ -15,6 +15,7 @@ from hyperkron.cleaning.data.files import listing, np, several
 from hyperkron.cleaning.data.number_forms import looks_like_number
 from hyperkron.cleaning.data.roles import label_column
 from hyperkron.cleaning.data.values import Array, Values, cells, composed, is_missing, label_names
+from hyperkron.cleaning.data.votes import class_name
 from hyperkron.solution import HyperkronError, HyperkronWarning
 
 Formulas: TypeAlias = Literal["keep", "escape", "refuse"]
@@ -32,6 +33,7 @@ class Kept:
     out: Path
     column: str | None = None
     formulas: Formulas = "keep"
+    classes: Sequence[str] = ()
 
     @classmethod
     def of(cls, keep: Sequence[int] | Array, labels: Sequence[str | None] | None, out: Path, *more: Any) -> Kept:
@@ -92,7 +94,10 @@ class Kept:
                         return form(name)
             return name
 
-        new = {name: here(name) for name in set(self.labels.values()) if isinstance(name, str)}
+        number: dict[str, str] = {}
+        if not set(names) & set(self.classes) and any(class_name(name, self.classes) != name for name in names):
+            number = {name: str(i) for i, name in enumerate(self.classes)}  # only another source has the names
+        new = {name: here(number.get(name, name)) for name in set(self.labels.values()) if isinstance(name, str)}
         return self._renamed(new)
 
     def _renamed(self, names: Mapping[str, Any]) -> Kept:

@@ -204,6 +204,7 @@ class Labelled(ReadRows):
         ids: columns that identify rows, by name: carried along, never learnt from.
         roles: which column of the source is the text, the label and so on.
         written: columns of names as they are written, where some have no input of their own.
+        listed: whether a source lists the names of the classes, so that numbers in another one are positions there.
 
     Example:
         >>> from hyperkron.cleaning.data import read_pair
@@ -217,6 +218,7 @@ class Labelled(ReadRows):
     labels: Array
     encoding: TableEncoding | None = None
     written: Columns = field(default_factory=dict)
+    listed: bool = False
 
     def counts(self) -> list[int]:
         """How many rows have each class as their label."""

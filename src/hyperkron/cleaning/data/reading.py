@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +12,9 @@ from hyperkron.cleaning.data.encoding import TableEncoding
 from hyperkron.cleaning.data.files import np
 from hyperkron.cleaning.data.labelled import Labelled, Raw, Roles
 from hyperkron.cleaning.data.limits import ReadOptions
-from hyperkron.cleaning.data.roles import class_name, frame_rows
+from hyperkron.cleaning.data.roles import frame_rows
 from hyperkron.cleaning.data.sources import Source, in_memory, locate, own_trusted, without_columns
+from hyperkron.cleaning.data.votes import class_name
 from hyperkron.solution import HyperkronError
 
 
@@ -99,7 +100,7 @@ def read(
     raw = _load(source, argument, asked, options, like.shape, part=part)
     checks.refuse_other_kind(raw, like.kind, like.shape, like.source)
     checks.refuse_other_columns(raw, names, like.source)
-    raw = checks.known_only(raw, like.classes)
+    raw = checks.known_only(_with_names(raw, like.classes if like.listed else ()), like.classes)
     return checks.labelled(raw, like.classes, like.encoding, checks.surprise_notes(raw, like.encoding))
 
 
@@ -189,9 +190,14 @@ def _pair(train: Raw, trusted: Raw, options: ReadOptions) -> tuple[Labelled, Lab
 
 def _with_names(raw: Raw, classes: tuple[str, ...]) -> Raw:
     """The rows with names in place of the numbers of classes, where only another source has their names."""
-    if not classes or raw.classes or raw.votes is not None or set(raw.labels) & set(classes):
+    if not classes or raw.classes or {*raw.labels, *raw.answers} & set(classes):
         return raw
-    return replace(raw, labels=[class_name(name, classes) for name in raw.labels])
+
+    def named(names: Iterable[str | None]) -> list[Any]:
+        return [class_name(name, classes) for name in names]
+
+    gold = None if raw.gold is None else named(raw.gold)
+    return replace(raw, labels=named(raw.labels), answers=tuple(named(raw.answers)), gold=gold, classes=classes)
 
 
 def _by_flag(raw: Raw, column: str) -> tuple[Raw, Raw]:

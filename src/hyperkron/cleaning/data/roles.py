@@ -10,8 +10,8 @@ from hyperkron.cleaning.data.files import listing, nearest, np
 from hyperkron.cleaning.data.images import SUFFIXES, load_images
 from hyperkron.cleaning.data.labelled import Frame, Kind, Raw, Roles
 from hyperkron.cleaning.data.limits import ReadOptions
-from hyperkron.cleaning.data.values import Array, Values, as_number, cells, flags, gaps, ids_of, is_missing, label_names
-from hyperkron.cleaning.data.votes import FURTHER, from_columns, gathered
+from hyperkron.cleaning.data.values import Array, Values, as_number, cells, flags, gaps, ids_of, is_missing
+from hyperkron.cleaning.data.votes import FURTHER, from_columns, gathered, given_names
 from hyperkron.solution import HyperkronError
 
 LABELS = ("label", "labels", "target", "class", "category", "y")
@@ -196,16 +196,16 @@ def frame_rows(frame: Frame, asked: Roles, options: ReadOptions, shape: tuple[in
     if found.annotator is not None:
         frame, ballot, rows, others, more = gathered(frame, found)
         left_out, notes, trusted = {FURTHER: others}, [*notes, *more], None if trusted is None else trusted[rows]
-    classes = frame.class_names.get(label, ())
+    classes = next((frame.class_names[name] for name in (label, *found.annotators) if name in frame.class_names), ())
     labels: list[str | None] = [None] * len(frame)
     if found.label is not None:
-        labels = label_names(frame.columns[label], f"{frame.name}: label={label!r}")
+        labels = given_names(frame, label, f"{frame.name}: label={label!r}")
         texts = {value for value in set(cells(frame.columns[label])) if isinstance(value, str) and value.strip()}
         if absent := sorted(map(repr, filter(is_missing, texts))):
             told = f"label={label!r} holds {listing(absent)}, taken as no label; rename it if it is a class."
             notes = [*notes, f"{frame.name}: {told}"]
     if classes:  # -1 is how Hugging Face writes a label that is not known
-        labels = [None if name == "-1" else class_name(name, classes) for name in labels]
+        labels = [None if name == "-1" else name for name in labels]
     kind: Kind = "text" if found.text is not None else "image" if found.features is None else "table"
     inputs, broken, seen = column_inputs(frame, found, options, shape)
     messages = (*frame.messages, *seen, *notes)
@@ -225,11 +225,6 @@ def frame_rows(frame: Frame, asked: Roles, options: ReadOptions, shape: tuple[in
     )
     raw = raw if ballot is None else ballot.given_to(raw)
     return raw.without(broken, "unreadable image")
-
-
-def class_name(name: str | None, classes: tuple[str, ...]) -> str | None:
-    """The name of the class of a number; any other text is a name already."""
-    return classes[int(name)] if name and name.isdecimal() and int(name) < len(classes) else name
 
 
 def _text_cells(frame: Frame, column: str) -> list[str]:

@@ -81,6 +81,17 @@ def majority_vote(votes: Array, classes: int, ties: str = "first") -> Array:
     return np.where(silent, SILENT, count.argmax(axis=1))  # the first of equals
 
 
+def class_name(name: str | None, classes: Sequence[str]) -> str | None:
+    """The name of the class of a number; any other text is a name already."""
+    return classes[int(name)] if name and name.isdecimal() and int(name) < len(classes) else name
+
+
+def given_names(frame: Frame, column: str, where: str) -> list[str | None]:
+    """The labels in a column, numbers as the names that the source lists for them."""
+    classes = frame.class_names.get(column, ())
+    return [class_name(name, classes) for name in label_names(frame.columns[column], where)]
+
+
 def from_columns(frame: Frame, names: Sequence[str]) -> Ballot:
     """The votes of a table with one column of labels for each annotator."""
     if len(names) < 2:
@@ -89,7 +100,7 @@ def from_columns(frame: Frame, names: Sequence[str]) -> Ballot:
             "at least two annotators, or a single column of labels with label=...."
         )
     where = f"{frame.name}: annotators"
-    return Ballot.of([label_names(frame.columns[name], f"{where}={name!r}") for name in names], names)
+    return Ballot.of([given_names(frame, name, f"{where}={name!r}") for name in names], names)
 
 
 def gathered(frame: Frame, roles: Roles) -> tuple[Frame, Ballot, Array, Array, list[str]]:
@@ -114,7 +125,7 @@ def gathered(frame: Frame, roles: Roles) -> tuple[Frame, Ballot, Array, Array, l
     first = np.unique(at, return_index=True)[1]
     _refuse_mixed(frame, roles, at, first)
     said: dict[str | None, list[str | None]] = {name: [None] * len(first) for name in annotators}
-    names, again = label_names(frame.columns[str(roles.label)], f"{frame.name}: label={roles.label!r}"), 0
+    names, again = given_names(frame, str(roles.label), f"{frame.name}: label={roles.label!r}"), 0
     for row, name, label in zip(at.tolist(), who, names, strict=True):
         if label is not None:
             again += said[name][row] is not None
