@@ -122,6 +122,31 @@ def test_a_mask_of_infinities_is_no_failure(persistent: bool) -> None:
         run.advance(5)
 
 
+@pytest.mark.parametrize("spoilt", [None, "momentum", "model", "hyper"])
+def test_a_mask_of_one_part_excuses_nothing_else(spoilt: str | None) -> None:
+    """A buffer of the same name in the other part is another buffer, and so is the ``momentum_buffer`` of SGD."""
+    model, hyper = hk.as_hyper(torch.full((2,), 0.5)), hk.as_hyper(torch.full((2,), 0.25))
+    parts = {"model": model, "hyper": hyper}
+    for name, part in parts.items():
+        part.register_buffer("mask", torch.full((2,), 1.0 if spoilt == name else -math.inf))
+    optimizer = torch.optim.SGD(hyper.parameters(), lr=0.1, momentum=0.9)
+
+    def project(x: Any) -> Any:
+        if run is not None and spoilt == "momentum":
+            optimizer.state[hyper.value]["momentum_buffer"].fill_(math.nan)
+        elif run is not None and spoilt is not None:
+            parts[spoilt].mask.fill_(math.nan)
+        return x
+
+    run, guards = None, hk.training.default_guards()
+    problem = hk.BilevelProblem(lambda m, h, _: (m() - h()).square().sum(), lambda m, h, _: (m() - 1).square().sum())
+    own: dict[str, Any] = {"outer_optimizer": optimizer, "projection": project, "callbacks": guards}
+    run = hk.fit(problem, model, hyper, hk.algorithms.aid_cg(1), None, None, steps=0, **own)
+    run.advance(1)
+    assert (run.history[-1].get("status") == "SKIPPED") == (spoilt is not None)
+    assert spoilt is None or spoilt in str(run.history[-1]["reason"])
+
+
 def test_the_run_ends_after_n_in_a_row_and_names_the_file_with_the_batches(tmp_path: Path) -> None:
     bad = Poison({3, 4, 5, 6, 7, 8, 9})
     guard = hk.training.SkipFailures(limit=2, folder=tmp_path / "notes")

@@ -54,9 +54,11 @@ class TrainingSnapshot:
     def meant(self, name: str) -> bool:
         """Whether what :func:`_updated` calls ``name`` is a buffer that was not finite before, as a mask of −inf, or
         one that is not saved."""
-        _, _, own = name.partition("buffer ")
-        earlier = [self._saved[part][own] for part in ("model", "hyper") if own in self._saved[part]]
-        return bool(own) and not (earlier and trees.is_finite({own: earlier[0]}))
+        if not name.startswith("buffer "):
+            return False
+        own, _, part = name.removeprefix("buffer ").rpartition(" of ")
+        earlier = self._saved[part].get(own)
+        return earlier is None or not trees.is_finite({own: earlier})
 
 
 def refuse_non_finite(state: State, before: TrainingSnapshot) -> None:
@@ -86,7 +88,8 @@ def _updated(state: State) -> Iterator[tuple[str, Any]]:
                     yield f"{level} {name} ({key} of the optimizer)", x
     for key, tree in state.trees.items():
         yield from ((f"{key} {name}", x) for name, x in tree.items())
-    yield from ((f"buffer {name}", x) for part in (state.model, state.hyper) for name, x in part.named_buffers())
+    for part, module in (("model", state.model), ("hyper", state.hyper)):
+        yield from ((f"buffer {name} of {part}", x) for name, x in module.named_buffers())
 
 
 # --- steps -------------------------------------------------------------------------------------------------
