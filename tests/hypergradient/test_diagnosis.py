@@ -284,7 +284,7 @@ def test_several_pairs_of_batches() -> None:
 def test_a_pair_without_a_hypergradient_has_no_cosine() -> None:
     case = linear([1.0, 0.5])
     problem = hk.BilevelProblem(case.inner, lambda m, h, b: hk.losses.mse(m(b[0]), b[1]))
-    x, y = case.outer_batch
+    x = case.outer_batch[0]
     solved = case.inner_batch, (x, case.model(x).detach())
     found = hk.diagnose(problem, *case.arguments[1:], more=[solved], dampings=[0.1], methods={})
     for one in found.rows:
