@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -40,10 +39,9 @@ def test_no_legitimate_resume_is_refused(saved: Path) -> None:
     assert [name for name in faults_runtime.LEGITIMATE if not faults_runtime.legitimate(saved, name)] == []
 
 
-def test_a_checkpoint_without_a_record_of_its_program_is_told(saved: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_record_of_its_program_is_refused(saved: Path, tmp_path: Path) -> None:
     read = checkpoint.newest(saved)
     about = checkpoint.About(read.about.model, read.about.hyper, read.about.config)
-    path = checkpoint.write(tmp_path, read.step, read.state, about)
-    assert "program" not in json.loads((path / "manifest.json").read_text())
-    with pytest.warns(hk.HyperkronWarning, match="does not record code and data"):
-        faults_runtime.start(alpha=0.9).resume(tmp_path)
+    checkpoint.write(tmp_path, read.step, read.state, about)
+    with pytest.raises(hk.HyperkronError, match=r"program .*: only in this run"):
+        faults_runtime.start().resume(tmp_path)
