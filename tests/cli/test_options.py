@@ -179,8 +179,8 @@ def test_an_empty_configuration_is_one(tmp_path: Path) -> None:
 
 
 def test_values_of_a_configuration_are_read_as_on_the_command_line(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text("label: yes\ntext: 2021\nseed: '3'\nfeatures: [x, 1]\njson: true\nid: no\n")
-    wanted = {"label": "yes", "text": "2021", "seed": 3, "features": ["x", "1"], "json": True, "id": ["no"]}
+    (tmp_path / "a.yaml").write_text("label: yes\ntext: 2021\nseed: '3'\nfeatures: [x, 1]\njson: true\nid: [no, =]\n")
+    wanted = {"label": "yes", "text": "2021", "seed": 3, "features": ["x", "1"], "json": True, "id": ["no", "="]}
     assert read_config(tmp_path / "a.yaml") == wanted
     (tmp_path / "a.json").write_text('{"label": true, "text": 2021, "seed": 3, "compare": "all", "budget": 1.5}')
     wanted = {"label": "true", "text": "2021", "seed": 3, "compare": ALTERNATIVES, "budget": 1.5}
@@ -204,6 +204,8 @@ MANY = "a: &a [x, x]\nb: &b [*a, *a]\nc: &c [*b, *b]\nfeatures: [*c, *c]\n"
         ("features: !!python/tuple [a, b]", "a value is one word"),
         ("features: [!!python/name:os.system '']", "a value is one word"),
         ("train: !!python/name:os.system", "a value is one word"),
+        ("id: !!binary aGVsbG8=", "a value is one word"),
+        ('{"features": [1, {}]}', "features must be a text, or a list of at least one text."),
         ("!!python/object/apply:os.system ['echo hi > hacked']", "expected lines such as `label: target`"),
         ("text: {class_path: os.system}", "a value is one word"),
         (MANY, "a value is one word"),
@@ -211,12 +213,12 @@ MANY = "a: &a [x, x]\nb: &b [*a, *a]\nc: &c [*b, *b]\nfeatures: [*c, *c]\n"
         ("seed: true", "c.yaml: --seed='true' must be a whole number."),
         ("json: 1", "c.yaml: --json='1' must be true or false."),
         ("budget: soon", "c.yaml: --budget='soon' must be a positive time"),
-        ("label: [x, y]", "label is a list; it must be one value."),
-        ("features: []", "features is a list; it must be texts."),
+        ("label: [x, y]", "label must be one value."),
+        ("features: []", "features must be a text, or a list of at least one text."),
         ("seed: 1\nseed: 2", "'seed' appears twice"),
         ('{"seed": 1, "seed": 2}', "'seed' appears twice"),
         ('{"trusted-column": "a", "trusted_column": "b"}', "'trusted_column' appears twice"),
-        ('{"text": {"class_path": "os.system"}}', "text is a list"),
+        ('{"text": {"class_path": "os.system"}}', "text must be one value"),
         ("- a\n- b", "expected lines such as `label: target`"),
         ("{ nonsense", "is not JSON"),
         ("text: [", "is not YAML"),

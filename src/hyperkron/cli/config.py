@@ -13,6 +13,8 @@ from hyperkron.cli.output import UsageError, nearest
 
 MAX_BYTES = 2**20
 """Bytes of a configuration file."""
+_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("str", "seq", "null", "bool", "int", "float", "timestamp", "value")}
+"""What YAML finds in texts without tags; other tags are refused."""
 _ALLOWED = {option.key: option for option in CLEAN if option.config}
 
 
@@ -96,7 +98,7 @@ def _parse_yaml(text: str, path: Path) -> list[tuple[str, Any]]:
         parts = node.value if isinstance(node, yaml.SequenceNode) else [node]
         if (
             not all(isinstance(part, yaml.ScalarNode) for part in parts)
-            or not {part.tag for part in (node, *parts)} <= yaml.SafeLoader.yaml_constructors.keys()
+            or not {part.tag for part in (node, *parts)} <= _TAGS
         ):
             raise UsageError(f"{path}:{node.start_mark.line + 1}: a value is one word, a number, or a list of words.")
         if parts is node.value:
@@ -123,8 +125,8 @@ def _checked(value: Any, option: Option, path: str | Path) -> Any:
     if plain and option.kind == "names":
         parts = [",".join(parts) or "none"]
     if not plain or not parts or (len(parts) > 1 and option.kind != "texts"):
-        wanted = "texts" if option.kind == "texts" else "one value"
-        raise UsageError(f"{path}: {option.key} is a list; it must be {wanted}.")
+        wanted = "a text, or a list of at least one text" if option.kind == "texts" else "one value"
+        raise UsageError(f"{path}: {option.key} must be {wanted}.")
     try:
         found = [option.read(part) for part in parts]
     except argparse.ArgumentTypeError as error:
