@@ -88,6 +88,13 @@ def test_boosted_trees_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert float((found(x).argmax(1) == y).double().mean()) > 0.8
 
 
+def test_any_seed_of_a_run_will_do() -> None:
+    x, y = rows(2)
+    q = torch.nn.functional.one_hot(y, 2).float()
+    assert torch.equal(forest(x, q, trees=3, seed=2**32 + 1)[1], forest(x, q, trees=3, seed=1)[1])
+    assert torch.equal(boosted(x, y, 2, rounds=2, seed=2**32 + 1)(x), boosted(x, y, 2, rounds=2, seed=1)(x))
+
+
 def test_stored_and_built_from_what_is_stored(tmp_path: Path) -> None:
     x, y = rows(2)
     found = boosted(x, y, 2)

@@ -29,6 +29,8 @@ TREES_IN_CACHE = 4
 """Trees that a CPU asks at once: their nodes fit into its cache, which is four times as fast as all trees at once."""
 FLOOR = 1e-8
 """The least probability whose logarithm a forest gives."""
+SEEDS = 2**32
+"""How many seeds scikit-learn knows; larger ones begin again at 0."""
 MISSING = "scikit-learn is not installed, so trees are left out: pip install 'hyperkron[data]'."
 
 
@@ -135,7 +137,7 @@ def forest(
         min_samples_leaf=max(1, math.ceil(1.3 * sample * TREES * classes / MAX_VALUES)),
         max_samples=None if sample == rows else sample,
         oob_score=True,
-        random_state=seed,
+        random_state=seed % SEEDS,
     )
     told = None if weight is None else weight.double().cpu().numpy()
     with warnings.catch_warnings():
@@ -160,7 +162,9 @@ def boosted(
     from sklearn.ensemble import HistGradientBoostingClassifier
 
     rounds = ROUNDS if rounds is None else rounds
-    model = HistGradientBoostingClassifier(max_iter=rounds, max_leaf_nodes=15, early_stopping=False, random_state=seed)
+    model = HistGradientBoostingClassifier(
+        max_iter=rounds, max_leaf_nodes=15, early_stopping=False, random_state=seed % SEEDS
+    )
     model.fit(*_arrays(x, labels), sample_weight=None if weight is None else weight.cpu().numpy())
     found = as_tensors(model, classes)
     assert found is not None
