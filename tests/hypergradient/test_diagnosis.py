@@ -281,6 +281,23 @@ def test_several_pairs_of_batches() -> None:
     assert "± " in str(whole) and "Between pairs" in str(whole) and "Between pairs" not in str(one)
 
 
+def test_micro_batches_have_the_reference_of_the_whole() -> None:
+    torch.manual_seed(0)
+    model, weights, x = cases.mlp(3, 4, 2), hk.SampleWeights(8), torch.randn(8, 3, dtype=cases.DOUBLE)
+    inner, outer = (x, torch.arange(8) % 2, torch.arange(8)), (x.flip(0), torch.arange(8) // 4)
+    problem = hk.BilevelProblem(
+        lambda m, w, b: hk.losses.cross_entropy(m(b[0]), b[1], weight=w(b[2])),
+        lambda m, w, b: hk.losses.cross_entropy(m(b[0]), b[1]),
+    )
+    whole, pieces = (
+        hk.diagnose(one, model.double(), weights.double(), inner, outer, damping=DAMPING, dampings=[], methods={})
+        for one in (problem, hk.training.Accumulated(problem, 3))
+    )
+    assert "Gauss–Newton" in pieces.reference and pieces.converged and pieces.coverage == 1
+    assert pieces.rows[0].cosine == pytest.approx(whole.rows[0].cosine, abs=1e-4)
+    assert pieces.newton == pytest.approx(whole.newton, rel=1e-4)
+
+
 def test_a_pair_without_a_hypergradient_has_no_cosine() -> None:
     case = linear([1.0, 0.5])
     problem = hk.BilevelProblem(case.inner, lambda m, h, b: hk.losses.mse(m(b[0]), b[1]))

@@ -253,13 +253,15 @@ def _checked(damping: Any, dampings: Any, methods: Any, more: Any) -> list[tuple
 def _reference(at: tuple[Any, ...], damping: float, bar: tqdm[Any]) -> _Reference:
     bar.set_description("reference")
     with Point(*at) as point:
-        loss = point.inner()
+        parts = point.problem.parts(point.inner_batch)
+        loss = point.inner(parts[0])  # where there are several, only parts tell what the loss is made of
         hessian = opaque(loss, point.params) or moving(loss, point.params)
         method = Implicit(
             Hessian(damping) if hessian else GGN(damping),
             CG(ITERATIONS, TOLERANCE),
             preconditioner=KFAC(damping) if loss.terms else None,
         )
+        loss = loss if len(parts) == 1 else point.inner()
         value, g = abs(float(loss.value.detach())), gradient_tree(loss.value, point.params)
         del loss
         step = method.inverse(point)(trees.stacked([g]))
