@@ -160,7 +160,8 @@ def diagnose(
        status is ``ok``. Of KFAC's dampings only the best one counts.
 
     Train θ before the call, as in your own loop. The call changes nothing: not the model, λ, a ``.grad`` or random
-    states. It costs the reference and five calls of every method, and one more of each for every further pair.
+    states. It costs the reference and five calls of every method (more of very short ones), and one more of each for
+    every further pair.
 
     Args:
         problem, model, hyper, inner_batch, outer_batch: as for :meth:`hyperkron.Implicit.compute`.
