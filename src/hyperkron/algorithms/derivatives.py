@@ -23,7 +23,7 @@ from hyperkron.curvature import Curvature, Operator
 from hyperkron.curvature.hessian import HessianOperator
 from hyperkron.evaluation.inputs import explained
 from hyperkron.evaluation.point import Point, placed
-from hyperkron.evaluation.snapshot import NumpyRandomState
+from hyperkron.evaluation.snapshot import HostRandomState
 from hyperkron.hypergradient.implicit import outer_gradients
 from hyperkron.kernels.checkpoints import differentiable_checkpoints
 from hyperkron.kernels.graphs import modules_of
@@ -76,15 +76,12 @@ def kept_buffers(model: nn.Module, hyper: nn.Module) -> Iterator[None]:
 @contextmanager
 def kept_random(state: State) -> Iterator[None]:
     """After the block the random states of Python, numpy, and torch on the CPU and the device of θ are as before."""
-    device, own = state.generator.device, random.getstate()
-    numpy = NumpyRandomState() if "numpy" in sys.modules else None
+    device, host = state.generator.device, HostRandomState()
     with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
         try:
             yield
         finally:
-            random.setstate(own)
-            if numpy is not None:
-                numpy.restore()
+            host.restore()
 
 
 def gradients(

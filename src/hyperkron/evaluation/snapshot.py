@@ -49,12 +49,11 @@ class Snapshot:
         self.weights = [(p, p.detach().clone()) for m in normed for p in m.parameters(recurse=False)]
         self.sparse = [m for m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse]
         self.device = device
-        self.random = random.getstate()
+        self.host = HostRandomState()
         self.cpu = torch.get_rng_state()
         self.generator_copies = generator_copies
         self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" and generator_copies is None else None
         self.drew_on_host = False
-        self.numpy = NumpyRandomState() if "numpy" in sys.modules else None
         self._evaluated = False
 
     def rewind(self) -> None:
@@ -78,8 +77,7 @@ class Snapshot:
         """Whether the last evaluation drew random numbers from torch; ``anywhere``: or from Python or numpy."""
         moved = not torch.equal(torch.get_rng_state(), self.cpu)
         moved |= self.cuda is not None and not torch.equal(torch.cuda.get_rng_state(self.device), self.cuda)
-        elsewhere = anywhere and (random.getstate() != self.random or (self.numpy is not None and self.numpy.moved()))
-        return moved or elsewhere
+        return moved or (anywhere and self.host.moved())
 
     def restore(self) -> None:
         """Restore everything, when the ``with`` block of the point ends."""
@@ -119,12 +117,28 @@ class Snapshot:
     def rewind_random(self) -> None:
         """Restore the random states."""
         if self.cuda is not None and not self.drew_on_host:
-            same = torch.equal(torch.get_rng_state(), self.cpu) and random.getstate() == self.random
+            same = torch.equal(torch.get_rng_state(), self.cpu) and random.getstate() == self.host.python
             self.drew_on_host = not same
-        random.setstate(self.random)
+        self.host.restore()
         torch.set_rng_state(self.cpu)
         if self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda, self.device)
+
+
+class HostRandomState:
+    """The states of the global generators of Python and, if it is loaded, of numpy."""
+
+    def __init__(self) -> None:
+        self.python = random.getstate()
+        self.numpy = NumpyRandomState() if "numpy" in sys.modules else None
+
+    def moved(self) -> bool:
+        """Whether a number was drawn, or perhaps drawn (:meth:`NumpyRandomState.moved`)."""
+        return random.getstate() != self.python or (self.numpy is not None and self.numpy.moved())
+
+    def restore(self) -> None:
+        """Restore both generators."""
+        random.setstate(self.python)
         if self.numpy is not None:
             self.numpy.restore()
 
