@@ -86,6 +86,12 @@ def test_numbers_are_those_of_the_names_that_another_source_has(tmp_path: Path) 
     assert train.classes == trusted.classes == ("no", "yes") and trusted.labels.tolist() == [1, 0]
     ours, theirs = read_pair(tmp_path / "ok.csv", source)
     assert ours.classes == ("no", "yes") and ours.labels.tolist() == [1, 0] and theirs.labels.tolist() == [0, 1, 1]
+    assert "taken as positions" not in str(train.messages)
+    [told] = [message for message in trusted.messages if "taken as positions" in message]
+    assert told.startswith("ok.csv: ") and "a.parquet: 0 is 'no', 1 is 'yes'." in told
+    (tmp_path / "ok.csv").write_text("text,label\nx,1\ny,2\n")  # 1 to 2, where positions are 0 to 1
+    with pytest.raises(HyperkronError, match="share no label"):
+        read_pair(source, tmp_path / "ok.csv")
     stars = _file(tmp_path / "stars.parquet", ["1", "2"], [0, 1, 1])
     (tmp_path / "ok.csv").write_text("text,label\nx,1\ny,2\n")
     assert read_pair(stars, tmp_path / "ok.csv")[1].labels.tolist() == [0, 1]  # these are names

@@ -15,7 +15,7 @@ from hyperkron.cleaning.data.files import listing, np, several
 from hyperkron.cleaning.data.number_forms import looks_like_number
 from hyperkron.cleaning.data.roles import label_column
 from hyperkron.cleaning.data.values import Array, Values, cells, composed, is_missing, label_names
-from hyperkron.cleaning.data.votes import class_name
+from hyperkron.cleaning.data.votes import are_positions
 from hyperkron.solution import HyperkronError, HyperkronWarning
 
 Formulas: TypeAlias = Literal["keep", "escape", "refuse"]
@@ -94,9 +94,8 @@ class Kept:
                         return form(name)
             return name
 
-        number: dict[str, str] = {}
-        if not set(names) & set(self.classes) and any(class_name(name, self.classes) != name for name in names):
-            number = {name: str(i) for i, name in enumerate(self.classes)}  # only another source has the names
+        numbered = are_positions(names, self.classes)
+        number = {name: str(i) for i, name in enumerate(self.classes if numbered else ())}
         new = {name: here(number.get(name, name)) for name in set(self.labels.values()) if isinstance(name, str)}
         return self._renamed(new)
 

@@ -9,12 +9,12 @@ from typing import Any
 
 from hyperkron.cleaning.data import checks
 from hyperkron.cleaning.data.encoding import TableEncoding
-from hyperkron.cleaning.data.files import np
+from hyperkron.cleaning.data.files import listing, np
 from hyperkron.cleaning.data.labelled import Labelled, Raw, Roles
 from hyperkron.cleaning.data.limits import ReadOptions
 from hyperkron.cleaning.data.roles import frame_rows
 from hyperkron.cleaning.data.sources import Source, in_memory, locate, own_trusted, without_columns
-from hyperkron.cleaning.data.votes import class_name
+from hyperkron.cleaning.data.votes import are_positions, class_name
 from hyperkron.solution import HyperkronError
 
 
@@ -100,7 +100,7 @@ def read(
     raw = _load(source, argument, asked, options, like.shape, part=part)
     checks.refuse_other_kind(raw, like.kind, like.shape, like.source)
     checks.refuse_other_columns(raw, names, like.source)
-    raw = checks.known_only(_with_names(raw, like.classes if like.listed else ()), like.classes)
+    raw = checks.known_only(_with_names(raw, like.classes if like.listed else (), like.source), like.classes)
     return checks.labelled(raw, like.classes, like.encoding, checks.surprise_notes(raw, like.encoding))
 
 
@@ -165,7 +165,10 @@ def read_pair(
 
 
 def _pair(train: Raw, trusted: Raw, options: ReadOptions) -> tuple[Labelled, Labelled]:
-    train, trusted = _with_names(train, trusted.classes), _with_names(trusted, train.classes)
+    train, trusted = (
+        _with_names(train, trusted.classes, trusted.source),
+        _with_names(trusted, train.classes, train.source),
+    )
     if len(train.columns) != len(trusted.columns):
         raise HyperkronError(
             f"{train.source} has {len(train.columns)} columns but {trusted.source} has {len(trusted.columns)}; give "
@@ -188,10 +191,15 @@ def _pair(train: Raw, trusted: Raw, options: ReadOptions) -> tuple[Labelled, Lab
     return checks.labelled(train, classes, encoding, notes), checks.labelled(trusted, classes, encoding, others)
 
 
-def _with_names(raw: Raw, classes: tuple[str, ...]) -> Raw:
-    """The rows with names in place of the numbers of classes, where only another source has their names."""
-    if not classes or raw.classes or {*raw.labels, *raw.answers} & set(classes):
+def _with_names(raw: Raw, classes: tuple[str, ...], other: str) -> Raw:
+    """The rows with names in place of the numbers of classes, where only the ``other`` source has their names."""
+    if raw.classes or not are_positions([*raw.labels, *raw.answers], classes):
         return raw
+    shown = listing(f"{i} is {name!r}" for i, name in enumerate(classes))
+    raw = raw.noting(
+        f"{raw.source}: labels are numbers, taken as positions in the class names of {other}: {shown}. If that is "
+        "wrong, write the names."
+    )
 
     def named(names: Iterable[str | None]) -> list[Any]:
         return [class_name(name, classes) for name in names]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from hyperkron.cleaning.data.files import listing, np, several
@@ -84,6 +84,12 @@ def majority_vote(votes: Array, classes: int, ties: str = "first") -> Array:
 def class_name(name: str | None, classes: Sequence[str]) -> str | None:
     """The name of the class of a number; any other text is a name already."""
     return classes[int(name)] if name and name.isdecimal() and int(name) < len(classes) else name
+
+
+def are_positions(names: Iterable[str | None], classes: Sequence[str]) -> bool:
+    """Whether labels are numbers of ``classes`` that only another source lists: all of them are, and none is a name."""
+    given = {name for name in names if name not in (None, "-1")}
+    return bool(given) and not given & {*classes} and all(class_name(name, classes) != name for name in given)
 
 
 def given_names(frame: Frame, column: str, where: str) -> list[str | None]:
