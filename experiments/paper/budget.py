@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from experiments.paper import encoder_length
-from experiments.paper.poisoning_page import NETWORKS
+from experiments.paper.poisoning_page import AS_PRINTED, NETWORKS
 from experiments.paper.recipe import Result
 from experiments.pieces import Lines
 
@@ -79,14 +79,14 @@ def spent(result: Result | None, name: str) -> float | None:
     """GPU minutes of all recorded runs of a recipe, also those of the paper's length; ``None`` where none was used."""
     short = None if result is None or "gpu" not in result.hardware else result.seconds / 60 / _workers(result.command)
     files = {
-        "encoder": (encoder_length.RESULT, ENCODER_SECONDS),
-        "encoder-base": (encoder_length.MPNET, 0.0),  # of its first three runs the time is not known
-        "poisoning": (NETWORKS, 0.0),
+        "encoder": ([encoder_length.RESULT], ENCODER_SECONDS),
+        "encoder-base": ([encoder_length.MPNET], 0.0),  # of its first three runs the time is not known
+        "poisoning": ([NETWORKS, AS_PRINTED], 0.0),
     }
     if name not in files:
         return short
-    file, unknown = files[name]
-    return (short or 0.0) + _shared(Lines(file).rows, unknown)
+    paths, unknown = files[name]
+    return (short or 0.0) + sum(_shared(Lines(path).rows, unknown) for path in paths)
 
 
 def _workers(command: str) -> float:

@@ -146,10 +146,12 @@ def _made(result: Result | None) -> str:
     machine = result.hardware.get("gpu") or f"{result.hardware.get('cpu')}, {result.hardware.get('threads')} thread(s)"
     part = "" if result.complete else ", cut short by its time limit"
     count = len(result.seeds)
+    most = "up to " if result.figures.get("cut_short") and count > 1 else ""
     alone = result.busy if result.hardware.get("threads") == 1 and "gpu" not in result.hardware else None
     busy = "" if alone is None else f", {alone:.0f} s of them computing"
     return (
-        f"{result.scale} scale, {count} seed{'s' * (count > 1)}{part}; `{result.command or 'by a script'}`; {machine}; "
+        f"{result.scale} scale, {most}{count} seed{'s' * (count > 1)}{part}; "
+        f"`{result.command or 'by a script'}`; {machine}; "
         f"torch {result.versions.get('torch')}; {result.seconds:.0f} s{busy}; "
         f"experiments/results/paper/{result.name}-{result.scale}.json"
     )

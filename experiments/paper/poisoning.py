@@ -25,7 +25,7 @@ from experiments.paper.costs import FOLLOWER
 from experiments.paper.datasets import Images
 from experiments.paper.entries import Entry, Found, Stage, chosen, compete, missing
 from experiments.paper.poisoning_attacks import ALGORITHMS, Poison
-from experiments.paper.poisoning_page import NOTE, by_networks, tables, verdict
+from experiments.paper.poisoning_page import AS_PRINTED, NOTE, by_networks, tables, verdict
 from experiments.paper.poisoning_problem import Case, Split, Starts
 from experiments.paper.recipe import LISTED, Job, Recipe, Scale
 from experiments.paper.tuning import Grid, Setting
@@ -275,6 +275,7 @@ def work(job: Job) -> dict[str, Any]:
     return {
         "models": {model: summary(found, model) for model in job.settings.cases},
         "networks": by_networks() if job.scale == "small" else {},
+        "as_printed": by_networks(AS_PRINTED) if job.scale == "small" else {},
         "prices": price,
         "alone": costs.alone(job.scale, *(f"poisoning {model}" for model in job.settings.cases)),
         "cut_short": found.cut_short or any(model not in price for model in job.settings.cases),

@@ -33,7 +33,7 @@ from experiments import records
 from experiments.paper import poisoning
 from experiments.paper import poisoning_attacks as attacks
 from experiments.paper.poisoning_attacks import Poison
-from experiments.paper.poisoning_page import NETWORKS
+from experiments.paper.poisoning_page import AS_PRINTED, NETWORKS
 from experiments.paper.recipe import Result, Scale
 from experiments.paper.tuning import Setting
 from experiments.pieces import Lines
@@ -43,7 +43,7 @@ from experiments.workers import share
 METHODS = ("clean", *poisoning.DECISIVE)
 EACH = 5
 """Networks trained on the same rows."""
-FILES = {"own": NETWORKS, "printed": NETWORKS.with_name("poisoning-printed.jsonl")}
+FILES = {"own": NETWORKS, "printed": AS_PRINTED}
 """Where the networks of an arm are recorded: of attacks with their own step sizes, and with the printed ones."""
 
 

@@ -290,6 +290,16 @@ def test_tables_have_the_printed_drop_beside_ours() -> None:
     assert defence.rows == [["LR", "label flip", "9", "50.0 %", "25.0 %", "92.00", "91.00", "91.50"]]
 
 
+def test_the_printed_length_has_a_table_of_its_own() -> None:
+    result = _result({"LR": 3.0})
+    result.figures["as_printed"] = {"LR": {"TGDA-KFAC-EMP": [5.0, 5.2], "TGDA-CG": [6.0, 6.4]}}
+    as_printed = poisoning_page.tables(result)[1]
+    assert "12 000" in as_printed.title
+    assert as_printed.rows[0][:4] == ["LR", "TGDA-CG", "2.78", "6.00, 6.40"]
+    assert as_printed.rows[1][2:4] == ["5.40", "5.00, 5.20"]
+    assert as_printed.rows[2][:3] == ["LR", "KFAC less CG", "2.62"] and as_printed.rows[2][4].startswith("-1.10")
+
+
 def test_long_attacks_take_the_step_size_of_the_short_ones_and_wait_for_it(tmp_path: Path) -> None:
     recipe, source = poisoning.RECIPES[0], poisoning.Source
     parts = (poisoning.Part("MLP", "own", ("TGDA-CG",)), poisoning.Part("MLP", "long", ("TGDA-CG",), 1))
