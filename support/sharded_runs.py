@@ -264,12 +264,14 @@ def checks(
         for name in CACHED:
             ended(three, name, "", 4, folder / name)
     dist.barrier()
+    tensors |= {f"θ 4 {name}": x for name, x in named(None, WITHOUT_ROWS, "f", torch.float64).items()}
     tensors |= {f"λ trained {name}": x for name, x in ended(None, "soba", "w", 3).items()}
     ended(None, "kfac", "w", legs[1], folder / "weights")
     return tensors, texts
 
 
 NAMED = ("identity", "sama", "ekfac reverse", "cg")
+WITHOUT_ROWS = ("kfac",)  # the fourth of four processes has no row of the layer norm
 CACHED = ("kfac cached", "ekfac cached")
 WEIGHTED = ("sama", "kfac reverse", "cg")
 

@@ -218,7 +218,8 @@ def largest(a: Tree) -> Tensor:
     found = torch.stack(torch._foreach_norm(tensors, float("inf"))).max() if tensors else torch.zeros((), device="cpu")
     if sharded is None:
         return found
-    return over_processes(found.to(sharded.device).nan_to_num(math.inf), sharded, ReduceOp.MAX)  # MAX may lose NaN
+    one = found.to(sharded.device, reduce(torch.promote_types, {x.dtype for x in a.values()}))  # also without own rows
+    return over_processes(one.nan_to_num(math.inf), sharded, ReduceOp.MAX)  # MAX may lose NaN
 
 
 def is_finite(a: Tree) -> bool:
