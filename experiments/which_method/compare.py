@@ -29,7 +29,7 @@ import hyperkron as hk
 from experiments import records
 from experiments.pieces import Lines
 from experiments.seeds import interval
-from experiments.which_method.methods import INNER, METHODS, exact
+from experiments.which_method.methods import INNER, METHODS, Method, exact
 from experiments.which_method.problems import PROBLEMS, RATE, Digits, Rows, Task, digits, network
 from experiments.workers import share
 from support.storages import Storages
@@ -70,10 +70,10 @@ def started(task: Task, seed: int, double: bool = False) -> tuple[nn.Module, nn.
     return model, hyper, inner, outer
 
 
-def run(task: Task, piece: Piece, steps: int) -> dict[str, Any]:
-    """Train λ; J_out on held-out rows, what the user wanted, and what a step costs."""
+def run(task: Task, piece: Piece, steps: int, method: Method | None = None) -> dict[str, Any]:
+    """Train λ, by the method of that name if none is given; J_out on held-out rows, what the user wanted, the costs."""
     model, hyper, inner, outer = started(task, piece.seed)
-    method, optimizer = METHODS[piece.method], torch.optim.SGD(model.parameters(), RATE)
+    method, optimizer = method or METHODS[piece.method], torch.optim.SGD(model.parameters(), RATE)
     made = hk.fit(
         task.problem,
         model,
