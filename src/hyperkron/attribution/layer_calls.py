@@ -78,10 +78,10 @@ class LayerCall(ABC):
             self.g = g
         return g is not None
 
-    def first(self) -> LayerCall:
-        """The same call with its first example alone."""
+    def first(self, count: int) -> LayerCall:
+        """The same call with its first examples alone."""
         made = copy(self)
-        made.x, made.g = self.x[:1], self.g[:1]
+        made.x, made.g = self.x[:count], self.g[:count]
         return made
 
     @abstractmethod
