@@ -202,7 +202,8 @@ class Task:
                 with named_rows("train", start, gradients):
                     solution = inverse(gradients)
                 statuses.add(solution.status)
-                dots = [(solution.value[name] * g).reshape(len(g), -1).sum(1) for name, g in gradients.items()]
+                value, wide = trees.widened(solution.value), trees.widened(gradients)
+                dots = [(value[name] * g).reshape(len(g), -1).sum(1) for name, g in wide.items()]
                 found.append(torch.stack(dots).sum(0))
                 counts.append(counted)
         warn_of_status(worst(statuses))
