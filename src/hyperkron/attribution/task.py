@@ -348,7 +348,7 @@ class Task:
         """∂_θ of the loss of a batch, without penalties."""
         value = without_penalties(point.evaluate(level, batch))
         if not value.requires_grad:
-            raise independent(level)
+            raise independent(point.problem.words(level)[0])
         return gradient_tree(value, self.params)
 
     @contextmanager
