@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from hyperkron.attribution.data import COMPARED, Parts
 from hyperkron.attribution.example_losses import without_penalties
-from hyperkron.attribution.forward_products import AGREEMENT, HALF_AGREEMENT, HALF_ROUNDING
+from hyperkron.attribution.forward_products import agreement
 from hyperkron.attribution.inner_products import LayerProducts
 from hyperkron.attribution.layer_calls import UnsuitableError
-from hyperkron.evaluation.differentiation import in_half_precision
 from hyperkron.evaluation.point import Level, Point
 from hyperkron.hypergradient import Implicit
 from hyperkron.kernels.split_products import full_precision
@@ -50,12 +49,13 @@ def check_mean(name: str, point: Point, level: Level, parts: Parts) -> None:
     count = min(COMPARED, parts.size, len(parts.rows))
     if count < 2:
         return
-    few, everything = parts.rows.chosen([i * len(parts.rows) // count for i in range(count)]), slice(None)
-    first, second = slice(count // 2 - 1, None, -1), slice(None, count // 2 - 1, -1)
+    few, last = parts.rows.chosen([i * len(parts.rows) // count for i in range(count)]), count // 2 - 1
+
+    def looked_at(some: slice) -> _Looked:
+        return _looked_at(point, level, few(some), len(range(count)[some]))
+
     try:
-        whole = _looked_at(point, level, few(everything), count)
-        halves = [_looked_at(point, level, few(first), count // 2)]
-        halves.append(_looked_at(point, level, few(second), count - count // 2))
+        whole, halves = looked_at(slice(None)), [looked_at(slice(last, None, -1)), looked_at(slice(None, last, -1))]
         weights = shares([half.rows for half in halves])
     except HyperkronError:
         return
@@ -64,7 +64,7 @@ def check_mean(name: str, point: Point, level: Level, parts: Parts) -> None:
     is_mean = abs(whole.value - mean) <= whole.near * most + whole.rounding
     if whole.drew or (is_mean and (level == "outer" or _in_order(whole, halves))):
         return
-    if _looked_at(point, level, few(everything), count).value != whole.value:  # batches are made at random
+    if looked_at(slice(None)).value != whole.value:  # batches are made at random
         return
     if is_mean:
         raise HyperkronError(
@@ -94,9 +94,7 @@ class _Looked(NamedTuple):
 def _looked_at(point: Point, level: Level, batch: Any, count: int) -> _Looked:
     with full_precision():
         loss = point.evaluate(level, batch)
-    coarse = in_half_precision(loss.value)
-    near = HALF_AGREEMENT if coarse else AGREEMENT.get(point.dtype, HALF_AGREEMENT)
-    rounding = HALF_ROUNDING if coarse else min(100 * torch.finfo(point.dtype).eps, HALF_ROUNDING)
+    near, rounding = agreement(point, loss.value)
     largest = max((float(term.output.detach().abs().max()) for term in loss.terms), default=1.0)
     value, counted = float(without_penalties(loss).detach()), rows(loss.terms, count)
     drew = point.drawn(anywhere=True)
