@@ -116,9 +116,9 @@ def _in_order(whole: _Looked, halves: list[_Looked]) -> bool:
     """Whether the examples of the whole are those of the halves, each in reverse."""
     if any(len(half.examples) < len(whole.examples) for half in halves):  # as many positions as examples, by chance
         return False
-    for together, *apart in zip(whole.examples, *(half.examples for half in halves), strict=False):
-        gaps = (torch.cat([part.flip(0) for part in apart]) - together).abs()
-        if bool((gaps > whole.near * together.abs().max() + whole.rounding).any()):
+    for whole_batch, *apart in zip(whole.examples, *(half.examples for half in halves), strict=False):
+        gaps = (torch.cat([part.flip(0) for part in apart]) - whole_batch).abs()
+        if bool((gaps > whole.near * whole_batch.abs().max() + whole.rounding).any()):
             return False
     return True
 

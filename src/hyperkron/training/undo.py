@@ -64,11 +64,11 @@ class TrainingSnapshot:
 def refuse_non_finite(state: State, before: TrainingSnapshot) -> None:
     """Raise an error if a step has produced NaN or infinity; for each device one copy to the host, and one for buffers,
     of which some may be infinite as they should."""
-    together: dict[tuple[torch.device, bool], trees.Tree] = {}
+    groups: dict[tuple[torch.device, bool], trees.Tree] = {}
     for name, x in _updated(state):
         if isinstance(x, Tensor) and x.is_floating_point() and x.numel() > 0:
-            together.setdefault((x.device, name.startswith("buffer ")), {})[name] = x.detach()
-    wrong = {name: x for found in together.values() if not trees.is_finite(found) for name, x in found.items()}
+            groups.setdefault((x.device, name.startswith("buffer ")), {})[name] = x.detach()
+    wrong = {name: x for found in groups.values() if not trees.is_finite(found) for name, x in found.items()}
     bad = [name for name, x in wrong.items() if not trees.is_finite({name: x}) and not before.meant(name)]
     if bad:
         raise NonFiniteError(
