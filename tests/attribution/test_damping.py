@@ -35,7 +35,8 @@ def test_a_direction_that_was_hardly_learnt_counts_as_gradient_descent_says():
         ([0.0], 0.0, "add up to 0.0"),
         ([0.1, -1.0], 0.0, "rates=-1.0"),
         ([0.1], 1.0, "momentum"),
-        (0.1, 0.0, r"rates=0.1 is not a list; .* \[rate\] \* steps"),
+        (0.5, 0.0, r"rates=0.5 is not a list; .* \[rate\] \* steps"),
+        (torch.tensor(0.5), 0.0, r"rates=0.5 is not a list"),
     ],
 )
 def test_trainings_that_make_no_sense_are_refused(rates, momentum, message):

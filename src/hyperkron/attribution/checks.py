@@ -109,7 +109,7 @@ def _of_examples(point: Point, level: Level, batch: Any, loss: Loss, count: int)
         calls = LayerProducts(point, level).calls(batch, count)
     except UnsuitableError:
         return []
-    return [call.g.flatten(1).norm(dim=1) * rows(loss.terms, count)[0] for call in calls]
+    return [call.g.reshape(count, -1).norm(dim=1) * rows(loss.terms, count)[0] for call in calls]
 
 
 def _in_order(whole: _Looked, halves: list[_Looked]) -> bool:

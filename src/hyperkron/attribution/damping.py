@@ -46,11 +46,10 @@ def training_damping(rates: Sequence[float], *, momentum: float = 0.0) -> float:
         0.02
     """
     check_interval("momentum", momentum, 0, 1, brackets="[)")
+    rates = rates.tolist() if isinstance(rates, Tensor) else rates
     if not isinstance(rates, Iterable):
-        raise HyperkronError(
-            f"rates={rates!r:.60} is not a list; pass the learning rate of every step: [rate] * steps."
-        )
-    rates = rates.tolist() if isinstance(rates, Tensor) else list(rates)
+        raise HyperkronError(f"rates={rates!r:.60} is not a list; pass that of every step, such as [rate] * steps.")
+    rates = list(rates)
     for rate in rates:
         check_nonnegative("rates", rate)
     total = sum(rates)
