@@ -214,6 +214,27 @@ def test_a_loss_that_is_a_sum_over_queries_is_that_of_each_alone(dtype):
         assert float((found.scores[q] - alone).norm()) < (1e-5 if dtype == torch.float32 else 0.05) * alone.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_self_influence_of_a_model_in_half_precision_is_summed_in_float32(dtype):
+    model, (x, y), _ = made()
+    model, x = model.to(dtype), x.to(dtype)
+
+    def small(model, batch):
+        return hk.losses.cross_entropy(model(batch[0]), batch[1]) * 1e-2
+
+    found = self_influence(small, model, (x, y), method=hk.identity(), batch_size=4)
+    wanted = self_influence(small, model.float(), (x.float(), y), method=hk.identity())
+    assert found.dtype == torch.float32
+    assert float((found - wanted).norm()) < 0.02 * wanted.norm()
+
+
+@pytest.mark.parametrize("method", [None, hk.cg(3, curvature=hk.curvature.GGN(1e-2))])
+def test_a_plain_loss_is_refused_by_the_name_of_the_argument(method):
+    model, train, queries = made()
+    with pytest.raises(hk.HyperkronError, match=r"^loss returned a plain scalar tensor"):
+        hk.attribute(lambda m, b: loss(m, b).value, model, train, queries, method=method)
+
+
 def test_several_processes_and_sharded_models_are_named(monkeypatch):
     model, train, queries = made()
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)

@@ -11,6 +11,12 @@ def test_it_is_one_over_the_time_of_the_training():
     assert training_damping([0.1, 0.3], momentum=0.5) == pytest.approx(1 / (0.4 / 0.5))
 
 
+def test_rates_may_be_any_numbers_one_after_the_other():
+    wanted = pytest.approx(1 / 1.5)
+    assert training_damping(torch.full((3,), 0.5)) == wanted
+    assert training_damping(0.5 for _ in range(3)) == wanted
+
+
 def test_a_direction_that_was_hardly_learnt_counts_as_gradient_descent_says():
     """Along curvature h, gradient descent for the time τ moves by h⁻¹(1 − e^(−hτ)), within 30 % of (h + 1/τ)⁻¹."""
     rates = [0.01] * 500
@@ -29,6 +35,8 @@ def test_a_direction_that_was_hardly_learnt_counts_as_gradient_descent_says():
         ([0.0], 0.0, "add up to 0.0"),
         ([0.1, -1.0], 0.0, "rates=-1.0"),
         ([0.1], 1.0, "momentum"),
+        (0.5, 0.0, r"rates=0.5 is not a list; .* \[rate\] \* steps"),
+        (torch.tensor(0.5), 0.0, r"rates=0.5 is not a list"),
     ],
 )
 def test_trainings_that_make_no_sense_are_refused(rates, momentum, message):

@@ -61,9 +61,9 @@ def drawn_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same vectors for a part whenever they are drawn, so that the spectra can be compared."""
     vectors = capture._vectors
 
-    def alike(part: Any, size: int, how: Any) -> Any:
+    def alike(part: Any, size: int, how: Any, *place: Any) -> Any:
         seed = int(part.value.detach().abs() * 1e6)
-        return vectors(part, size, replace(how, generator=torch.Generator().manual_seed(seed)))
+        return vectors(part, size, replace(how, generator=torch.Generator().manual_seed(seed)), *place)
 
     monkeypatch.setattr(capture, "_vectors", alike)
 

@@ -102,6 +102,8 @@ def test_a_loss_without_the_model_is_refused():
     model, train, queries = made(12)
     with pytest.raises(hk.HyperkronError, match="does not depend on the model's parameters"):
         hk.attribute(lambda m, b: b[0].mean(), model, train, queries, method=hk.identity())
+    with pytest.raises(hk.HyperkronError, match=r"^query_loss does not depend on the model's parameters"):
+        hk.attribute(loss, model, train, queries, query_loss=lambda m, b: b[0].mean())
 
 
 def test_the_cheaper_way_is_taken():

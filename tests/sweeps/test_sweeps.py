@@ -12,6 +12,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -100,6 +101,27 @@ def test_a_sweep_searches_counts_and_continues(tmp_path: Path) -> None:
     best = min(found.ranked, key=lambda t: (t.settings["x"] - 0.3) ** 2)
     assert found.best == best and found.best.value == (best.settings["x"] - 0.3) ** 2
     assert sweep(function, SPACE, trials=6, storage=file) == found and len(seen) == 7, "nothing is left to do"
+
+
+def test_trials_of_other_code_are_warned_of(tmp_path: Path) -> None:
+    """They would be taken for those of the function that is given now."""
+    file, around = str(tmp_path / "s.db"), [0.3]
+
+    def first(trial: Trial) -> float:
+        return parabola(trial) * around[0]
+
+    def second(trial: Trial) -> float:
+        return -parabola(trial) * around[0]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", hk.HyperkronWarning)
+        sweep(first, SPACE, trials=1, storage=file)
+        around[0] = 0.5  # values are not code
+        found = sweep(first, SPACE, trials=2, storage=file)
+    with pytest.warns(
+        hk.HyperkronWarning, match=r"study='sweep' was begun with other code \(function\), and its 2 trials"
+    ):
+        assert sweep(second, SPACE, trials=2, storage=file) == found
 
 
 def test_the_same_seed_gives_the_same_trials(tmp_path: Path) -> None:

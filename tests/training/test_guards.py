@@ -19,6 +19,7 @@ from torch import nn
 
 import hyperkron as hk
 from guarding import Poison, memory, network, prepare
+from hyperkron import trees
 from hyperkron.solution import Status
 from hyperkron.training import guards
 from hyperkron.training.guards import effective_sample_size
@@ -107,8 +108,10 @@ def test_what_a_step_leaves_non_finite_is_found_whatever_its_shape(
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_a_mask_of_infinities_is_no_failure(persistent: bool) -> None:
-    """Attention masks are often such buffers; all steps were skipped."""
+def test_a_mask_of_infinities_is_no_failure(persistent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention masks are often such buffers. Parameters are still looked at together, as without them."""
+    looked_at, is_finite = list[set[str]](), trees.is_finite
+    monkeypatch.setattr(trees, "is_finite", lambda tree: looked_at.append({*tree}) or is_finite(tree))
     model, hyper = nn.Linear(3, 3), hk.as_hyper(torch.zeros(3))
     model.register_buffer("mask", torch.tensor([0.0, 0.0, -math.inf]), persistent=persistent)
     problem = hk.BilevelProblem(
@@ -117,6 +120,7 @@ def test_a_mask_of_infinities_is_no_failure(persistent: bool) -> None:
     x = torch.ones(2, 3)
     run = hk.fit(problem, model, hyper, hk.algorithms.aid_cg(1), x, x, steps=2, callbacks=hk.training.default_guards())
     assert "SKIPPED" not in run.history.column("status")
+    assert all("θ bias" in names and "buffer mask of model" not in names for names in looked_at if "θ weight" in names)
     model.weight.data.fill_(math.nan)
     with pytest.raises(hk.HyperkronError):
         run.advance(5)

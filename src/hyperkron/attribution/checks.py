@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from hyperkron.attribution.data import COMPARED, Parts
 from hyperkron.attribution.example_losses import without_penalties
-from hyperkron.attribution.forward_products import AGREEMENT, HALF_AGREEMENT, HALF_ROUNDING
-from hyperkron.evaluation.differentiation import in_half_precision
+from hyperkron.attribution.forward_products import agreement
+from hyperkron.attribution.inner_products import LayerProducts
+from hyperkron.attribution.layer_calls import UnsuitableError
 from hyperkron.evaluation.point import Level, Point
 from hyperkron.hypergradient import Implicit
 from hyperkron.kernels.split_products import full_precision
@@ -34,7 +35,8 @@ def checked_loss(name: str, loss: Callable[[nn.Module, Any], Loss | Tensor]) -> 
 
 
 def check_mean(name: str, point: Point, level: Level, parts: Parts) -> None:
-    """Refuse a loss that is not a mean over the examples of a batch: compare a few of them with their halves.
+    """Refuse a loss that is not a mean over the examples of a batch, and the inner one if it has them in another order:
+    compare a few of them with their halves, in which they are in reverse.
 
     What draws random numbers cannot be compared, nor what refuses a half (all of it masked).
     """
@@ -47,46 +49,78 @@ def check_mean(name: str, point: Point, level: Level, parts: Parts) -> None:
     count = min(COMPARED, parts.size, len(parts.rows))
     if count < 2:
         return
-    few, middle = parts.rows.spread(count), count // 2
+    few, last = parts.rows.chosen([i * len(parts.rows) // count for i in range(count)]), count // 2 - 1
+
+    def looked_at(some: slice) -> _Looked:
+        return _looked_at(point, level, few(some), len(range(count)[some]))
+
     try:
-        whole = _looked_at(point, level, few(0, count), count)
-        halves = [_looked_at(point, level, few(0, middle), middle)]
-        halves.append(_looked_at(point, level, few(middle, count), count - middle))
+        whole, halves = looked_at(slice(None)), [looked_at(slice(last, None, -1)), looked_at(slice(None, last, -1))]
         weights = shares([half.rows for half in halves])
     except HyperkronError:
         return
     mean = sum(share * half.value for share, half in zip(weights, halves, strict=True))
     most = max(abs(whole.value), *(abs(half.value) for half in halves))
-    if whole.drew or abs(whole.value - mean) <= whole.near * most + whole.rounding:
+    is_mean = abs(whole.value - mean) <= whole.near * most + whole.rounding
+    if whole.drew or (is_mean and (level == "outer" or _in_order(whole, halves))):
         return
-    if _looked_at(point, level, few(0, count), count).value == whole.value:  # else batches are made at random
+    if looked_at(slice(None)).value != whole.value:  # batches are made at random
+        return
+    if is_mean:
         raise HyperkronError(
-            f"{name} is {whole.value:.6g} on {count} examples and {mean:.6g} on average over two halves of them: it "
-            "is not a mean over examples, and scores would depend on batch_size; divide sums by the number of "
-            "examples, take means over tokens by hk.losses.cross_entropy, which counts them, and do not mix the "
-            "examples of a batch (weights normalised over it, in-batch negatives)."
+            f"{name} has the examples of a batch in another order than they have in the data, so scores would be given "
+            "to other rows; do not sort, shuffle or flip the examples of a batch in the loss or in collate."
         )
+    raise HyperkronError(
+        f"{name} is {whole.value:.6g} on {count} examples and {mean:.6g} on average over two halves of them: it "
+        "is not a mean over examples, and scores would depend on batch_size; divide sums by the number of "
+        "examples, take means over tokens by hk.losses.cross_entropy, which counts them, and do not mix the "
+        "examples of a batch (weights normalised over it, in-batch negatives)."
+    )
 
 
 class _Looked(NamedTuple):
-    """A loss without its graph: over how many rows its means run, whether it drew, and how exact it is."""
+    """A loss without its graph: over how many rows its means run, what tells its examples apart, whether it drew, and
+    how exact it is."""
 
     value: float
     rows: tuple[float, ...]
+    examples: list[Tensor]
     drew: bool
     near: float
     rounding: float
 
 
-def _looked_at(point: Point, level: Level, batch: Any, examples: int) -> _Looked:
+def _looked_at(point: Point, level: Level, batch: Any, count: int) -> _Looked:
     with full_precision():
         loss = point.evaluate(level, batch)
-    coarse = in_half_precision(loss.value)
-    near = HALF_AGREEMENT if coarse else AGREEMENT.get(point.dtype, HALF_AGREEMENT)
-    rounding = HALF_ROUNDING if coarse else min(100 * torch.finfo(point.dtype).eps, HALF_ROUNDING)
+    near, rounding = agreement(point, loss.value)
     largest = max((float(term.output.detach().abs().max()) for term in loss.terms), default=1.0)
-    value = float(without_penalties(loss).detach())
-    return _Looked(value, rows(loss.terms, examples), point.drawn(anywhere=True), near, rounding * largest)
+    value, counted = float(without_penalties(loss).detach()), rows(loss.terms, count)
+    drew = point.drawn(anywhere=True)
+    return _Looked(value, counted, _of_examples(point, level, batch, loss, count), drew, near, rounding * largest)
+
+
+def _of_examples(point: Point, level: Level, batch: Any, loss: Loss, count: int) -> list[Tensor]:
+    """Numbers of every example: its losses or, if the loss does not tell them, the sizes of gradients at layers."""
+    if not loss.opaque and all(len(term.row_losses) == count for term in loss.terms):
+        return [term.row_losses.detach().reshape(count, -1).sum(1) for term in loss.terms]
+    try:
+        calls = LayerProducts(point, level).calls(batch, count)
+    except UnsuitableError:
+        return []
+    return [call.g.reshape(count, -1).norm(dim=1) * rows(loss.terms, count)[0] for call in calls]
+
+
+def _in_order(whole: _Looked, halves: list[_Looked]) -> bool:
+    """Whether the examples of the whole are those of the halves, each in reverse."""
+    if any(len(half.examples) < len(whole.examples) for half in halves):  # as many positions as examples, by chance
+        return False
+    for whole_batch, *apart in zip(whole.examples, *(half.examples for half in halves), strict=False):
+        gaps = (torch.cat([part.flip(0) for part in apart]) - whole_batch).abs()
+        if bool((gaps > whole.near * whole_batch.abs().max() + whole.rounding).any()):
+            return False
+    return True
 
 
 def check_processes(params: Tree) -> None:

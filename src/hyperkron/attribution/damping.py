@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -46,11 +46,15 @@ def training_damping(rates: Sequence[float], *, momentum: float = 0.0) -> float:
         0.02
     """
     check_interval("momentum", momentum, 0, 1, brackets="[)")
+    rates = rates.tolist() if isinstance(rates, Tensor) else rates
+    if not isinstance(rates, Iterable):
+        raise HyperkronError(f"rates={rates!r:.60} is not a list; pass that of every step, such as [rate] * steps.")
+    rates = list(rates)
     for rate in rates:
         check_nonnegative("rates", rate)
     total = sum(rates)
     if not total > 0:
-        raise HyperkronError(f"rates={list(rates)[:5]!r} add up to {total}; pass the learning rate of every step.")
+        raise HyperkronError(f"rates={rates[:5]!r} add up to {total}; pass the learning rate of every step.")
     return (1 - momentum) / total
 
 

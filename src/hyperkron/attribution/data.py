@@ -72,13 +72,12 @@ class ExampleRows:
             return map_tensors(lambda x: self._placed(x[start:stop]), self.given)
         return map_tensors(self._placed, self.collate(self._items(range(start, min(stop, self.count)))))
 
-    def spread(self, count: int) -> Callable[[int, int], Any]:
-        """This many examples from all over the set, given out as :meth:`batch` does; each is fetched only once."""
-        rows = [i * self.count // count for i in range(count)]
+    def chosen(self, rows: Sequence[int]) -> Callable[[slice], Any]:
+        """The examples ``rows``, of which slices are given out as :meth:`batch` does; each is fetched only once."""
         if self.tensors:
-            return lambda start, stop: map_tensors(lambda x: self._placed(x[rows[start:stop]]), self.given)
+            return lambda some: map_tensors(lambda x: self._placed(x[list(rows[some])]), self.given)
         items = self._items(rows)
-        return lambda start, stop: map_tensors(self._placed, self.collate(items[start:stop]))
+        return lambda some: map_tensors(self._placed, self.collate(items[some]))
 
     def _items(self, rows: Sequence[int]) -> list[Any]:
         fetch = getattr(self.given, "__getitems__", None)  # as DataLoader does: many items at once, where that is known

@@ -17,7 +17,7 @@ def without_penalties(loss: Loss, weights: Tensor | None = None) -> Tensor:
         return loss.value
     moving = weights_move(loss)
     rows = [weighted_rows(term, moving) for term in loss.terms]
-    if weights is not None:
+    if weights is not None and not any(len(each) % len(weights) for each in rows):
         rows = [each * spread(weights, each) for each in rows]
     return torch.stack([each.sum() for each in rows]).sum()
 

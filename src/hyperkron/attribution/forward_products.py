@@ -25,10 +25,14 @@ from hyperkron.problem import rows
 from hyperkron.solution import HyperkronError
 from hyperkron.trees import Tree
 
-AGREEMENT, HALF_AGREEMENT = {torch.float64: 1e-6, torch.float32: 1e-3}, 0.1
-"""By how much the sum over a batch may differ from what its gradient says, relative to the sum of sizes."""
-HALF_ROUNDING = 0.03
-"""Of the sizes of the gradient and of a vector: what rounding may leave of their product in half precision."""
+
+def agreement(point: Point, value: Tensor) -> tuple[float, float]:
+    """By how much a sum over a batch may differ from what its gradient or its halves say, relative to the sum of sizes;
+    and what rounding may leave of a product of large numbers, relative to their sizes."""
+    near = {torch.float64: 1e-6, torch.float32: 1e-3}.get(point.dtype)
+    if near is None or in_half_precision(value):
+        return 0.1, 0.03
+    return near, 100 * torch.finfo(point.dtype).eps
 
 
 class ForwardProducts(Products):
@@ -65,10 +69,8 @@ class ForwardProducts(Products):
         """Refuse tangents that are not those of the gradient."""
         loss = self.point.evaluate("inner", batch)
         value = without_penalties(loss)
-        coarse = in_half_precision(value)
+        near, rounding = agreement(self.point, value)
         gradient = gradient_tree(value, self.point.params)
-        near = HALF_AGREEMENT if coarse else AGREEMENT.get(self.point.dtype, HALF_AGREEMENT)
-        rounding = HALF_ROUNDING if coarse else min(100 * torch.finfo(self.point.dtype).eps, HALF_ROUNDING)
         for v, moved in zip(trees.unstacked(vectors), found, strict=True):
             gap = float(trees.dot(gradient, trees.cast(v, gradient)) - moved.sum())
             noise = rounding * float(trees.norm(gradient)) * float(trees.norm(v))  # where the two are nearly orthogonal

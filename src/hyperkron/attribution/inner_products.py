@@ -94,6 +94,14 @@ class LayerProducts(Products):
         params = self.point.params
         return {name: found[name] if name in found else p.new_zeros(count, *p.shape) for name, p in params.items()}
 
+    def total(self, calls: list[LayerCall], weights: Tensor) -> Tree:
+        """The gradients of all examples of ``calls``, weighted and added up."""
+        found = trees.zeros_like(self.point.params)
+        for call in calls:
+            for name, x in call.total(weights).items():
+                found[name] += x
+        return found
+
     def calls(self, batch: Any, count: int, used: set[str] | None = None) -> list[LayerCall]:
         """Every call of a layer with parameters ``used`` (default: all) that the loss depends on."""
         used = set(self.point.params) if used is None else used
@@ -114,7 +122,7 @@ class LayerProducts(Products):
             value = without_penalties(loss)
         self.counted = rows(loss.terms, count)
         weights = [term.coefficients.flatten() for term in loss.terms]
-        if self.alike and not all(bool((x == x[0]).all()) for x in weights):
+        if self.alike and not all(len(x) % count == 0 and bool((x == x[0]).all()) for x in weights):
             raise UnsuitableError("the loss leaves out rows of the batch, or weights them; use way='forward'.")
         reached: list[LayerCall] = []
         if calls and value.requires_grad:
@@ -142,11 +150,7 @@ class LayerProducts(Products):
 
     def _compare(self, calls: list[LayerCall], weights: Tensor, wanted: Tree) -> None:
         """Refuse gradients that are not autograd's: of layers that see examples in another order, for example."""
-        found = trees.zeros_like(wanted)
-        for call in calls:
-            for name, x in call.total(weights).items():
-                if name in found:
-                    found[name] += x
+        found = self.total(calls, weights)
         eps = max(torch.finfo(dtype).eps for dtype in {self.point.dtype, *(call.g.dtype for call in calls)})
         near = eps * (ROUNDINGS if eps < 1e-4 else HALF_ROUNDINGS)
         largest = max(float(x.abs().max()) for x in wanted.values())

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from copy import copy
 from functools import partial
 
 import torch
@@ -77,12 +76,6 @@ class LayerCall(ABC):
         if g is not None:
             self.g = g
         return g is not None
-
-    def first(self) -> LayerCall:
-        """The same call with its first example alone."""
-        made = copy(self)
-        made.x, made.g = self.x[:1], self.g[:1]
-        return made
 
     @abstractmethod
     def gradients(self) -> Iterator[Tree]:

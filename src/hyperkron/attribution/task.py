@@ -23,7 +23,7 @@ from hyperkron.attribution.checks import (
 )
 from hyperkron.attribution.data import COMPARED, ExampleRows, Parts, batch_shares, finite, named_rows, weighed
 from hyperkron.attribution.eigenbasis import EigenCoordinates, usable
-from hyperkron.attribution.example_losses import without_penalties
+from hyperkron.attribution.example_losses import telling, without_penalties
 from hyperkron.attribution.forward_products import ForwardProducts
 from hyperkron.attribution.inner_products import KeptProducts, LayerProducts, Products, first_suitable
 from hyperkron.attribution.layer_calls import CHUNK, FEW, LayerCall, UnsuitableError
@@ -202,7 +202,8 @@ class Task:
                 with named_rows("train", start, gradients):
                     solution = inverse(gradients)
                 statuses.add(solution.status)
-                dots = [(solution.value[name] * g).reshape(len(g), -1).sum(1) for name, g in gradients.items()]
+                value, wide = trees.widened(solution.value), trees.widened(gradients)
+                dots = [(value[name] * g).reshape(len(g), -1).sum(1) for name, g in wide.items()]
                 found.append(torch.stack(dots).sum(0))
                 counts.append(counted)
         warn_of_status(worst(statuses))
@@ -306,8 +307,8 @@ class Task:
         """The way to the gradients of many queries in one pass, and the pass of the first of them; ``None`` where they
         would not be those of each alone.
 
-        They are if the loss is a mean over queries that are all counted alike, which the first shows: its gradient
-        among others is a share of the one it has alone.
+        They are if the loss is a mean over queries that are all counted alike and in their order, which half of them
+        show: their gradients among others are shares of those that they have alone and in reverse.
         """
         count = self._queries_at_once
         layers = LayerProducts(point, "outer", alike=True) if count > 1 else None
@@ -315,12 +316,14 @@ class Task:
             return None, None
         try:
             calls = layers.calls(self.queries.batch(0, count), count)
-            found = layers.gradients_of([call.first() for call in calls], 1)
         except UnsuitableError:
             return None, None
-        first = next(trees.unstacked(trees.scale(found, float(count))))
-        alone = self._gradient(point, "outer", self.queries.batch(0, 1))
-        error = trees.norm(trees.add(first, alone, alpha=-1.0))
+        half = count - count // 2
+        loss = point.evaluate("outer", self.queries.chosen(range(half))(slice(None, None, -1)))
+        weights = telling(half, loss)
+        alone = gradient_tree(without_penalties(loss, weights), self.params)
+        found = layers.total(calls, torch.nn.functional.pad(weights.flip(0), (0, count - half)))
+        error = trees.norm(trees.add(trees.scale(found, count / half), alone, alpha=-1.0))
         alike = error <= min(1e3 * torch.finfo(point.dtype).eps, LIKENESS) * trees.norm(alone)
         return (layers, calls) if alike else (None, None)
 
@@ -345,7 +348,7 @@ class Task:
         """∂_θ of the loss of a batch, without penalties."""
         value = without_penalties(point.evaluate(level, batch))
         if not value.requires_grad:
-            raise independent(level)
+            raise independent(point.problem.words(level)[0])
         return gradient_tree(value, self.params)
 
     @contextmanager

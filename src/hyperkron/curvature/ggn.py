@@ -38,8 +38,9 @@ class GGNOperator(MatrixFreeOperator):
         loss = self.point.inner(self.point.curvature_batch, differentiable=True)
         if not loss.terms:
             raise HyperkronError(
-                "inner returned a plain scalar tensor, which does not define a Gauss–Newton matrix: return "
-                "hyperkron.losses.cross_entropy(...), mse(...) or binary_cross_entropy(...), or use Hessian()."
+                f"{self.point.problem.words('inner')[0]} returned a plain scalar tensor, which does not define a "
+                "Gauss–Newton matrix: return hyperkron.losses.cross_entropy(...), mse(...) or "
+                "binary_cross_entropy(...), or use Hessian()."
             )
         warn_opaque("the Gauss–Newton matrix", loss, self.params)
         warn_moving("the Gauss–Newton matrix", loss, self.params)

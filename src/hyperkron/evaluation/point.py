@@ -327,10 +327,10 @@ def _size(batch: Any) -> int:
     return sum(x.numel() for _, x in tensors_of("", batch))
 
 
-def independent(level: Level, where: str = "") -> HyperkronError:
+def independent(objective: str, where: str = "") -> HyperkronError:
     """The error for an objective that does not depend on θ."""
     return HyperkronError(
-        f"{level} does not depend on the model's parameters{where}; compute it from the model it is given, "
+        f"{objective} does not depend on the model's parameters{where}; compute it from the model it is given, "
         "without detach() or torch.no_grad()."
     )
 

@@ -18,8 +18,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hyperkron.solution import HyperkronError
+from hyperkron.solution import HyperkronError, HyperkronWarning
 from hyperkron.sweeps.space import Space, distributions
+from hyperkron.training.program import BYTECODE
 from hyperkron.validation import need
 
 LOCK_SECONDS = 600
@@ -32,6 +33,7 @@ class TrialQueue:
     """The trials of one study; a *chain* is a trial and its retries, which all have the same settings.
 
     The arguments are those of :func:`hyperkron.sweeps.sweep`; without a ``space`` an existing study is only read.
+    ``code`` is that of the function: trials of another one are warned of.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class TrialQueue:
         maximize: bool = False,
         retries: int = 1,
         heartbeat: int = 9,
+        code: dict[str, str] | None = None,
     ) -> None:
         self.optuna = need("optuna", "sweep", "sweeps")
         self._name, self._retries, self._heartbeat = study, retries, heartbeat
@@ -61,9 +64,9 @@ class TrialQueue:
             escaped = self._url.replace("{", "{{").replace("}", "}}")
             beats = {"heartbeat_interval": heartbeat, "grace_period": MISSED * heartbeat}
             self.storage = self.optuna.storages.RDBStorage(escaped, options, **beats)
-            self.study = self._opened("maximize" if maximize else "minimize")
+            self.study = self._opened("maximize" if maximize else "minimize", code)
 
-    def _opened(self, way: str) -> Any:
+    def _opened(self, way: str, code: dict[str, str] | None) -> Any:
         names = self.optuna.get_all_study_names(self.storage)
         if self._space is None and self._name not in names:
             raise HyperkronError(f"study={self._name!r} is not in the storage, which has {', '.join(names) or 'none'}.")
@@ -80,6 +83,16 @@ class TrialQueue:
                     "another study name."
                 )
             study.set_user_attr("asked", asked)
+        if code is not None and (begun := study.user_attrs.get("code")) is None:
+            study.set_user_attr("code", code)
+        elif code is not None and begun[BYTECODE] == code[BYTECODE] and begun != code and study.trials:
+            other = ", ".join(sorted(path for path in {*begun, *code} if begun.get(path) != code.get(path)))
+            warnings.warn(
+                f"study={self._name!r} was begun with other code ({other}), and its {len(study.trials)} trials count "
+                "here; if they should not, give another study name or storage.",
+                HyperkronWarning,
+                stacklevel=4,
+            )
         return study
 
     def take(self, trials: int, seed: int) -> Any:

@@ -15,6 +15,7 @@ from hyperkron.sweeps.queue import TrialQueue
 from hyperkron.sweeps.result import SweepResult, result_of
 from hyperkron.sweeps.space import Space
 from hyperkron.training import Evaluate, Run
+from hyperkron.training.program import BYTECODE, Program
 from hyperkron.validation import check_callable, check_one_of, check_whole
 
 DIVERGENCE = (HyperkronError, ArithmeticError, torch.OutOfMemoryError, torch.linalg.LinAlgError)
@@ -92,7 +93,8 @@ def sweep(
     """Search for the settings that minimise ``function``, by a tree-structured Parzen estimator.
 
     The same call in another process is one more worker, with PostgreSQL also on another machine. After an interruption
-    the same call continues. A trial whose worker was killed is repeated with the same settings; each ends exactly once.
+    the same call continues, with a warning if the code of ``function`` has changed. A trial whose worker was killed is
+    repeated with the same settings; each ends exactly once.
 
     Args:
         function: takes a :class:`Trial`, trains with its settings and returns the loss or error on held-out data.
@@ -125,7 +127,9 @@ def sweep(
     ):
         check_whole(name, value, least)
     check_callable("function", function, "pass a function that takes a trial and returns a number")
-    queue = TrialQueue(storage, study, space, maximize, retries, heartbeat)
+    lines = Program({"function": function}, []).lines()
+    code = {path: line for path, line in lines.items() if path == BYTECODE or ", code " in line}
+    queue = TrialQueue(storage, study, space, maximize, retries, heartbeat, code)
     with tqdm(total=trials, disable=not progress, unit="trial", dynamic_ncols=True) as bar:
         while True:
             ended = sum(map(queue.ended, chains := queue.chains()))

@@ -62,15 +62,14 @@ class TrainingSnapshot:
 
 
 def refuse_non_finite(state: State, before: TrainingSnapshot) -> None:
-    """Raise an error if a step has produced NaN or infinity; one copy to the host for each device."""
-    floating = ((name, x) for name, x in _updated(state) if isinstance(x, Tensor) and x.is_floating_point())
-    tensors = {name: x.detach() for name, x in floating if x.numel() > 0}
-    by_device: dict[torch.device, trees.Tree] = {}
-    for name, x in tensors.items():
-        by_device.setdefault(x.device, {})[name] = x
-    if all(trees.is_finite(found) for found in by_device.values()):
-        return
-    bad = [name for name, x in tensors.items() if not trees.is_finite({name: x}) and not before.meant(name)]
+    """Raise an error if a step has produced NaN or infinity; for each device one copy to the host, and one for buffers,
+    of which some may be infinite as they should."""
+    groups: dict[tuple[torch.device, bool], trees.Tree] = {}
+    for name, x in _updated(state):
+        if isinstance(x, Tensor) and x.is_floating_point() and x.numel() > 0:
+            groups.setdefault((x.device, name.startswith("buffer ")), {})[name] = x.detach()
+    wrong = {name: x for found in groups.values() if not trees.is_finite(found) for name, x in found.items()}
+    bad = [name for name, x in wrong.items() if not trees.is_finite({name: x}) and not before.meant(name)]
     if bad:
         raise NonFiniteError(
             f"step {state.step - 1} left nan or infinite values in {', '.join(bad[:5])}; lower the step sizes, clip "

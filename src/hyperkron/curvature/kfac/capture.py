@@ -46,7 +46,7 @@ def measure(point: Point, plan: Plan, how: Measurement) -> Measured:
         recorder.measured.l2 = l2 = l2_curvature(loss, point.params)
         recorder.measured.scales = {} if how.damping is None else column_scales(plan, l2, how.damping, like)
         size = recorder.batch_size * point.problem.group.size
-        vectors = _vectors(loss, size, how)
+        vectors = _vectors(loss, size, how, point)
         place = loss.terms[0].place if loss.terms else None  # of these examples in the whole batch
         signed, unbatched = None, False
         if loss.terms and how.fisher not in DRAWN:  # drawn vectors of examples are already independent
@@ -58,7 +58,7 @@ def measure(point: Point, plan: Plan, how: Measurement) -> Measured:
         counts = rows(loss.terms, recorder.batch_size)  # counting rows waits for the device
         whole.add(found, counts)
         if any(keeps):
-            own = _vectors(loss, size, how)
+            own = _vectors(loss, size, how, point)
             others = wanted.vectors(loss) if wanted is not None and wanted.fits else []
             numbers: dict[tuple[Any, ...], int] = {}
             for one, gradients in zip((kept, wanted), recorder.gradients(own, others), strict=True):
@@ -274,19 +274,20 @@ class _Merged:
         return whole
 
 
-def _vectors(loss: Loss, batch_size: int, how: Measurement) -> Iterable[tuple[Tensor, Tensor]]:
+def _vectors(loss: Loss, batch_size: int, how: Measurement, point: Point) -> Iterable[tuple[Tensor, Tensor]]:
     """(output, vector to backpropagate) such that Σ vector vectorᵀ is the output Hessian."""
     if loss.terms:
         drawn = how.fisher, how.samples, how.generator
         return ((t.output, v) for t in loss.terms for v in t.vectors(*drawn, checked=how.checked))
+    objective, _ = point.problem.words("inner")
     if how.fisher != "empirical":
         raise HyperkronError(
-            f"inner returned a plain scalar tensor, for which fisher={how.fisher!r} is not defined: return "
+            f"{objective} returned a plain scalar tensor, for which fisher={how.fisher!r} is not defined: return "
             "hyperkron.losses.cross_entropy(...), mse(...) or binary_cross_entropy(...), or use fisher='empirical'."
         )
     warn_once(
         "scalar-empirical",
-        "inner returned a plain scalar: empirical factors take it as a mean over the batch with equal weights; "
+        f"{objective} returned a plain scalar: empirical factors take it as a mean over the batch with equal weights; "
         "return hyperkron.losses.cross_entropy(..., weight=...) to have example weights counted once.",
     )
     return [(loss.value, loss.value.new_tensor(float(batch_size) ** 0.5))]
