@@ -258,12 +258,12 @@ def changing_use(divide: bool) -> dict[str, Tensor]:
 
 class Branched(nn.Module):
     """J_in does not use ``extra``, and calls ``out`` with constants, too; where ``calls`` it calls a layer once more
-    without using the result."""
+    without using the result. ``expert`` has rows of some processes alone."""
 
     def __init__(self) -> None:
         super().__init__()
         self.mix, self.out, self.extra = nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(5, 3)
-        self.calls = False
+        self.expert, self.calls = nn.Linear(5, 3), False
 
     def forward(self, x: Tensor, whole: bool = False) -> Tensor:
         hidden = torch.tanh(self.mix(x))
@@ -271,6 +271,7 @@ class Branched(nn.Module):
             self.mix(x.square())
         constants = {name: p.detach() for name, p in self.out.named_parameters()}
         found = self.out(hidden) + torch.func.functional_call(self.out, constants, (hidden.sin(),))
+        found[x[:, 0] > 0.9] += self.expert(hidden[x[:, 0] > 0.9])
         return found + (self.extra(hidden) if whole else 0.0)  # type: ignore[no-any-return]
 
 
@@ -285,6 +286,7 @@ def layers_without_use(divide: bool, calls: bool) -> dict[str, Tensor]:
 
     methods = {
         "kfac": hk.kfac(0.1),
+        "ekfac": hk.ekfac(0.1),
         "cg": hk.cg(3, 0.1),
         "ggn": hk.cg(3, curvature=hk.curvature.GGN(0.1)),
     }
