@@ -68,6 +68,11 @@ class DataParallel(BilevelProblem):
             )
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
+        if not isinstance(group, dist.ProcessGroup | None):
+            raise HyperkronError(
+                f"group={group!r:.60} is not a process group that this process is in; pass one that "
+                "torch.distributed.new_group made, on its processes alone, or None for all of them."
+            )
         object.__setattr__(self, "_group", Group(group))
         inner = _Divided("inner", problem.inner, self._group, divide)
         outer = _Divided("outer", problem.outer, self._group, divide)
