@@ -205,7 +205,9 @@ for make in (hk.training.Accumulated, hk.training.DataParallel):
     row(f"{make.__name__} of a function", lambda g, m=make: m(inner), "problem is a function", "BilevelProblem(inner")
 row("processes by a word", lambda g: hk.training.DataParallel(g.problem, group="x"), "group='x'", "new_group")
 for value in (None, [3]):
-    row(f"advance {value}", lambda g, v=value: hk.training.advance_all(v), f"runs={value} is not a list of runs", "fit(")
+    row(
+        f"advance {value}", lambda g, v=value: hk.training.advance_all(v), f"runs={value} is not a list of runs", "fit("
+    )
 row("perceptron", lambda g: hk.cleaning.models.mlp(3, 2, hidden=None), "hidden[0]=None must be a whole number ≥ 1")
 row(
     "inner loop by a word",

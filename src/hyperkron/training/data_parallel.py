@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.forward_ad import unpack_dual
 from torch.nn.parallel import DistributedDataParallel
 
-from hyperkron.batch_tensors import map_tensors, tensors_of
+from hyperkron.batch_tensors import cut, tensors_of
 from hyperkron.collectives import Group, replicated
 from hyperkron.evaluation.point import Level
 from hyperkron.evaluation.sharded import check, gathering, reshard, units
@@ -49,8 +49,8 @@ class DataParallel(BilevelProblem):
         problem: the two objectives, each a mean over the examples of its batch (penalties may be added).
         group: the processes; ``None`` for all of them, or for this one where ``torch.distributed`` is not initialised.
         divide: ``True`` (default): every process is given the same batch and takes its part of it, along the first
-            dimension of its tensors; then the batches do not depend on the number of processes, and a checkpoint can be
-            continued with another number. ``False``: every process is given its own part (``DistributedSampler``).
+            dimension of its tensors (and of lists with a text for each example); then the batches do not depend on the
+            number of processes, and a checkpoint can be continued with another number. ``False``: every process is given its own part (``DistributedSampler``).
 
     Example:
         >>> import hyperkron as hk
@@ -227,7 +227,7 @@ def _part(batch: Any, group: Group, level: str) -> Any:
             "processes."
         )
     begin, end = (count * rank // group.size for rank in (group.rank, group.rank + 1))
-    return map_tensors(lambda x: x[begin:end] if x.dim() > 0 else x, batch)
+    return cut(batch, count, slice(begin, end))
 
 
 def _own_part(batch: Any, group: Group, level: str) -> Any:
