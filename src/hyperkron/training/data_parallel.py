@@ -50,7 +50,8 @@ class DataParallel(BilevelProblem):
         group: the processes; ``None`` for all of them, or for this one where ``torch.distributed`` is not initialised.
         divide: ``True`` (default): every process is given the same batch and takes its part of it, along the first
             dimension of its tensors (and of lists with a text for each example); then the batches do not depend on the
-            number of processes, and a checkpoint can be continued with another number. ``False``: every process is given its own part (``DistributedSampler``).
+            number of processes, and a checkpoint can be continued with another number. ``False``: every process is
+            given its own part (``DistributedSampler``).
 
     Example:
         >>> import hyperkron as hk
