@@ -193,12 +193,15 @@ def refusals(rank: int) -> dict[str, str]:
     frozen = make(torch.float64)[1]
     frozen.get_parameter("scale").requires_grad_(rank != 1)
     weights = hk.SampleWeights(EXAMPLES, init=0.5 + 0.1 * rank).double()
+    no_mean = hk.training.DataParallel(hk.BilevelProblem(normalised, outer))
+    said = [refused(lambda: method.compute(no_mean, model, hyper, rows, trusted)) for _ in range(2)]
     return {
         "hyper": refused(lambda: method.compute(hk.training.DataParallel(problem), model, weights, rows, trusted)),
         "frozen": refused(compute(problem, rows, frozen)),
         "different": refused(compute(problem, own)),
         "small": refused(compute(problem, tuple(x[:3] for x in rows))),
-        "normalised": refused(compute(hk.BilevelProblem(normalised, outer), rows)),
+        "normalised": said[0],
+        "normalised again": said[1],
         "nan": refused(compute(problem, rows, broken)),
         "pieces": refused(lambda: hk.training.Accumulated(hk.training.DataParallel(problem), 4)),
         "plain": refused(lambda: hk.fit(problem, wrapped, hyper, hk.AID(method), rows, trusted, steps=1)),
@@ -295,9 +298,12 @@ def layers_without_use(divide: bool, calls: bool) -> dict[str, Tensor]:
         model, weights = Branched().double(), hk.SampleWeights(9, init=0.7).double()
         batch = torch.randn(9, 4, dtype=torch.float64), torch.arange(9) % 3, torch.arange(9)
     model.calls = calls
-    problem = hk.BilevelProblem(inner, outer)
-    problem = hk.training.DataParallel(problem) if divide else problem
-    return {name: m.compute(problem, model, weights, batch, batch).grads["weight"] for name, m in methods.items()}
+    plain = hk.BilevelProblem(lambda model, weights, batch: inner(model, weights, batch).value, outer)
+    problems = {name: hk.BilevelProblem(inner, outer) for name in methods} | {"plain": plain}
+    methods["plain"] = hk.kfac(0.1, fisher="empirical")
+    problems = {name: hk.training.DataParallel(p) if divide else p for name, p in problems.items()}
+    given = model, weights, batch, batch
+    return {name: m.compute(problems[name], *given).grads["weight"] for name, m in methods.items()}
 
 
 def from_the_first(rank: int) -> bool:

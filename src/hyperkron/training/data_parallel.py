@@ -177,7 +177,6 @@ class _Divided:
     def _check(self, model: nn.Module, hyper: nn.Module, batch: Any, part: Any) -> None:
         """At the first evaluation: refuse θ, λ or batches that differ between processes, and losses that are not
         means."""
-        self.checked.add(self.level)
         _check_alike(self.group, {"model": model, "hyper": hyper})
         if self.divide and len(set(map(tuple, self.group.numbers(*checksums(batch))))) > 1:
             raise HyperkronError(
@@ -194,6 +193,7 @@ class _Divided:
         elif self.group.all(length(part) > 1):
             with gathering(model, self.group):
                 check_is_mean(self.level, self.function, model, hyper, part, set())
+        self.checked.add(self.level)  # now, so that what is refused is refused again
 
 
 def _check_alike(group: Group, modules: dict[str, nn.Module]) -> None:

@@ -46,7 +46,8 @@ def measure(point: Point, plan: Plan, how: Measurement) -> Measured:
         recorder.measured.l2 = l2 = l2_curvature(loss, point.params)
         recorder.measured.scales = {} if how.damping is None else column_scales(plan, l2, how.damping, like)
         recorder.diagonals.examples = _examples(recorder, loss, part) if loss.terms else recorder.batch_size
-        size = recorder.batch_size * point.problem.group.size
+        group = point.problem.group
+        size = recorder.batch_size if loss.terms else int(sum(n for (n,) in group.numbers(recorder.batch_size)))
         vectors = _vectors(loss, size, how)
         place = loss.terms[0].place if loss.terms else None  # of these examples in the whole batch
         signed, unbatched = None, False
