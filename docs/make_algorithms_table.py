@@ -131,7 +131,7 @@ FACTS = {
     "BVFSM": Facts(
         name="BVFSM",
         reference="Liu et al., ICML 2021",
-        calls="2·inner_steps + 2 ∂g, inner_steps + 1 ∂f",
+        calls="2·inner_steps + 3 ∂g, inner_steps + 1 ∂f",
         memory="one more θ",
         accuracy="bias ∝ (margin + g_z)/r: small where the inner problem interpolates, else growing as r → 0",
         use="first-order; for comparison",

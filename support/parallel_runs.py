@@ -193,12 +193,15 @@ def refusals(rank: int) -> dict[str, str]:
     frozen = make(torch.float64)[1]
     frozen.get_parameter("scale").requires_grad_(rank != 1)
     weights = hk.SampleWeights(EXAMPLES, init=0.5 + 0.1 * rank).double()
+    no_mean = hk.training.DataParallel(hk.BilevelProblem(normalised, outer))
+    said = [refused(lambda: method.compute(no_mean, model, hyper, rows, trusted)) for _ in range(2)]
     return {
         "hyper": refused(lambda: method.compute(hk.training.DataParallel(problem), model, weights, rows, trusted)),
         "frozen": refused(compute(problem, rows, frozen)),
         "different": refused(compute(problem, own)),
         "small": refused(compute(problem, tuple(x[:3] for x in rows))),
-        "normalised": refused(compute(hk.BilevelProblem(normalised, outer), rows)),
+        "normalised": said[0],
+        "normalised again": said[1],
         "nan": refused(compute(problem, rows, broken)),
         "pieces": refused(lambda: hk.training.Accumulated(hk.training.DataParallel(problem), 4)),
         "plain": refused(lambda: hk.fit(problem, wrapped, hyper, hk.AID(method), rows, trusted, steps=1)),
@@ -258,12 +261,12 @@ def changing_use(divide: bool) -> dict[str, Tensor]:
 
 class Branched(nn.Module):
     """J_in does not use ``extra``, and calls ``out`` with constants, too; where ``calls`` it calls a layer once more
-    without using the result."""
+    without using the result. ``expert`` has rows of some processes alone."""
 
     def __init__(self) -> None:
         super().__init__()
         self.mix, self.out, self.extra = nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(5, 3)
-        self.calls = False
+        self.expert, self.calls = nn.Linear(5, 3), False
 
     def forward(self, x: Tensor, whole: bool = False) -> Tensor:
         hidden = torch.tanh(self.mix(x))
@@ -271,6 +274,7 @@ class Branched(nn.Module):
             self.mix(x.square())
         constants = {name: p.detach() for name, p in self.out.named_parameters()}
         found = self.out(hidden) + torch.func.functional_call(self.out, constants, (hidden.sin(),))
+        found[x[:, 0] > 0.9] += self.expert(hidden[x[:, 0] > 0.9])
         return found + (self.extra(hidden) if whole else 0.0)  # type: ignore[no-any-return]
 
 
@@ -285,6 +289,7 @@ def layers_without_use(divide: bool, calls: bool) -> dict[str, Tensor]:
 
     methods = {
         "kfac": hk.kfac(0.1),
+        "ekfac": hk.ekfac(0.1),
         "cg": hk.cg(3, 0.1),
         "ggn": hk.cg(3, curvature=hk.curvature.GGN(0.1)),
     }
@@ -293,9 +298,12 @@ def layers_without_use(divide: bool, calls: bool) -> dict[str, Tensor]:
         model, weights = Branched().double(), hk.SampleWeights(9, init=0.7).double()
         batch = torch.randn(9, 4, dtype=torch.float64), torch.arange(9) % 3, torch.arange(9)
     model.calls = calls
-    problem = hk.BilevelProblem(inner, outer)
-    problem = hk.training.DataParallel(problem) if divide else problem
-    return {name: m.compute(problem, model, weights, batch, batch).grads["weight"] for name, m in methods.items()}
+    plain = hk.BilevelProblem(lambda model, weights, batch: inner(model, weights, batch).value, outer)
+    problems = {name: hk.BilevelProblem(inner, outer) for name in methods} | {"plain": plain}
+    methods["plain"] = hk.kfac(0.1, fisher="empirical")
+    problems = {name: hk.training.DataParallel(p) if divide else p for name, p in problems.items()}
+    given = model, weights, batch, batch
+    return {name: m.compute(problems[name], *given).grads["weight"] for name, m in methods.items()}
 
 
 def from_the_first(rank: int) -> bool:

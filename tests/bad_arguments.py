@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hyperkron as hk
-from hyperkron.hypergradient.steps import Adam
+from hyperkron.hypergradient.steps import SGD, Adam
 from spoiling import INF, NAN, C, D, Given, N, Spoil, Table, inner, outer, touching
 
 TABLE = Table()
@@ -203,6 +203,29 @@ for name in ("seed", "layers"):
 
 for make in (hk.training.Accumulated, hk.training.DataParallel):
     row(f"{make.__name__} of a function", lambda g, m=make: m(inner), "problem is a function", "BilevelProblem(inner")
+row("processes by a word", lambda g: hk.training.DataParallel(g.problem, group="x"), "group='x'", "new_group")
+for value in (None, [3]):
+    row(
+        f"advance {value}", lambda g, v=value: hk.training.advance_all(v), f"runs={value} is not a list of runs", "fit("
+    )
+row("perceptron", lambda g: hk.cleaning.models.mlp(3, 2, hidden=None), "hidden[0]=None must be a whole number ≥ 1")
+row(
+    "inner loop of a tensor",
+    lambda g: hk.training.InnerLoop(g.problem, g.model, g.x, torch.optim.SGD(g.model.parameters(), 0.1)),
+    "hyper is a Tensor, not a torch.nn.Module",
+)
+for value in ((torch.ones(3), torch.ones(3)), {"x": torch.ones(3)}, None, torch.ones(())):
+    row(
+        f"examples in a {type(value).__name__}",
+        lambda g, v=value: hk.algorithms.Examples(v, batch_size=2),
+        f"tensors are {type(value).__name__}; pass",
+        "Examples(x, y",
+    )
+row(
+    "order of examples", lambda g: hk.algorithms.Examples(g.x, batch_size=2, seed=None), "seed=None", "whole number ≥ 0"
+)
+row("one beta", lambda g: Adam(betas=0.9), "betas=0.9", "two numbers in [0, 1)")
+row("dampening of nothing", lambda g: SGD(0.1, dampening=None), "dampening=None", "finite number ≥ 0")
 row(
     "inner loop by a word",
     lambda g: hk.training.InnerLoop(g.problem, g.model, g.hyper, "sgd"),

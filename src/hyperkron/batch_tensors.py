@@ -26,8 +26,9 @@ def tensors_of(name: str, batch: Any) -> Iterator[tuple[str, Tensor]]:
             yield from tensors_of(f"{name}.{key}", x)
 
 
-def map_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
-    """A batch of the same structure and types, such as a tokenizer's output, of what ``function`` makes of its tensors.
+def map_tensors(function: Callable[[Tensor], Any], batch: Any, texts: Callable[[Any], Any] = lambda x: x) -> Any:
+    """A batch of the same structure and types, such as a tokenizer's output, of what ``function`` makes of its tensors
+    and ``texts`` of its lists and tuples of strings.
 
     Example:
         >>> import torch
@@ -38,16 +39,36 @@ def map_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
         return function(batch)
     if isinstance(batch, Mapping):
         made = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
-        made.update({key: map_tensors(function, x) for key, x in batch.items()})
+        made.update({key: map_tensors(function, x, texts) for key, x in batch.items()})
         return made
     if isinstance(batch, (list, tuple)):
-        parts = [map_tensors(function, x) for x in batch]
+        if _holds_texts(batch):
+            return texts(batch)
+        parts = [map_tensors(function, x, texts) for x in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     fields = _fields(batch)
     made = copy.copy(batch) if fields else batch
     for key, x in fields.items():
-        object.__setattr__(made, key, map_tensors(function, x))  # also of a frozen one
+        object.__setattr__(made, key, map_tensors(function, x, texts))  # also of a frozen one
     return made
+
+
+def cut(batch: Any, count: int, part: slice) -> Any:
+    """Some of the ``count`` examples of a batch: these rows of its tensors and of lists with a text for each example,
+    which is a string or a list of them.
+
+    Example:
+        >>> import torch
+        >>> cut((torch.arange(3), ["a", "b", "c"], "train"), 3, slice(1, 3))
+        (tensor([1, 2]), ['b', 'c'], 'train')
+    """
+
+    def texts(x: Any) -> Any:
+        if len(x) == count:
+            return x[part]
+        return x if isinstance(x[0], str) else type(x)(map(texts, x))
+
+    return map_tensors(lambda x: x[part] if x.dim() > 0 else x, batch, texts)
 
 
 def shapes_of(batch: Any) -> Any:
@@ -64,6 +85,12 @@ def shapes_of(batch: Any) -> Any:
     if fields := _fields(batch):
         return type(batch), [(key, shapes_of(x)) for key, x in fields.items()]
     return batch if batch is None or isinstance(batch, (Number, str, bytes)) else object()
+
+
+def _holds_texts(batch: Any) -> bool:
+    """Whether it is a list or tuple of strings, or of such lists."""
+    plain = isinstance(batch, (list, tuple)) and len(batch) > 0 and not hasattr(batch, "_fields")
+    return plain and all(isinstance(x, str) or _holds_texts(x) for x in batch)
 
 
 def _fields(batch: Any) -> dict[str, Any]:

@@ -195,6 +195,11 @@ class Examples(Source):
     """
 
     def __init__(self, *tensors: Tensor, batch_size: int, seed: int = 0) -> None:
+        if not all(isinstance(x, Tensor) and x.dim() > 0 for x in tensors):
+            raise HyperkronError(
+                f"tensors are {', '.join(type(x).__name__ for x in tensors)}; pass tensors with one row per example, "
+                "as Examples(x, y, batch_size=64), or a DataLoader in place of Examples."
+            )
         if not tensors or any(len(x) != len(tensors[0]) for x in tensors):
             raise HyperkronError(
                 f"tensors have lengths {[len(x) for x in tensors]}; pass at least one, all of one length."
@@ -202,6 +207,7 @@ class Examples(Source):
         if len(tensors[0]) == 0:
             raise HyperkronError("tensors hold 0 examples; pass at least one.")
         check_whole("batch_size", batch_size)
+        check_whole("seed", seed, least=0)
         self.tensors: tuple[Tensor, ...] = differentiable_batch(tensors)
         self.batch_size = batch_size
         self.generator = torch.Generator().manual_seed(seed)

@@ -214,6 +214,7 @@ def test_differences_between_two_points_are_taken_under_one_dropout_mask(name: s
     ("name", "own"),
     [
         ("BOME", {}),
+        ("BVFSM", {"weight": 0.0}),
         ("F2SA", {"second_rate": 0.0}),
         ("MEHA", {"hat_rate": 0.0}),
         ("PBGD", {"ramp": 0}),

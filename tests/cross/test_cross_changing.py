@@ -186,3 +186,28 @@ def test_experts_that_get_all_examples_of_one_batch_and_some_of_the_next() -> No
         wanted = hk.identity(cross="reverse").compute(problem, model.double(), *given[2:]).grads["weight"]
         assert float(torch.cosine_similarity(result.grads["weight"], wanted, dim=0)) > 0.999
     assert modes[0] == "adjoint" != modes[1]
+
+
+class Shifted(nn.Module):
+    """Weights that the losses move, or not."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        self.raw, self.by = nn.Parameter(torch.zeros(len(X), dtype=X.dtype)), by
+
+    def forward(self, losses: Tensor) -> Tensor:
+        return (self.raw + losses if self.by == "losses" else self.raw).sigmoid()
+
+
+def test_another_lambda_of_the_same_class_is_decided_for_again() -> None:
+    def inner(m: nn.Module, h: Any, _: Any) -> Tensor:
+        losses = nn.functional.cross_entropy(m(X), Y, reduction="none")
+        return (h(losses.detach()) * losses).mean()
+
+    problem = hk.BilevelProblem(inner, lambda m, h, _: nn.functional.cross_entropy(m(X + 0.1), Y))
+    torch.manual_seed(0)
+    model, method = mlp(3, 4, 3), hk.identity(cross="difference")
+    for hyper in (Shifted("nothing"), Shifted("losses")):
+        found = method.compute(problem, model, hyper, None, None).grads
+        wanted = hk.identity(cross="reverse").compute(problem, model, hyper, None, None).grads
+        assert oracles.relative(found, wanted) < 1e-6

@@ -265,6 +265,35 @@ def test_the_diagonal_of_another_step_than_that_of_adam_is_warned_of(kind: type[
         hk.sama(optimizer).compute(*case.arguments)
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_the_diagonal_of_a_step_whose_gradients_are_cleared_is_warned_of(
+    set_to_none: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After one step D = 0, as m/√s is ±1 whatever g is; without g it would be about 1/|g|."""
+    monkeypatch.setattr("hyperkron.solution._warned", set())
+    case = make(nn.Linear(3, 2), (3,))
+    optimizer = torch.optim.Adam(case.model.parameters())
+    case.inner(*case.arguments[1:4]).value.backward()
+    optimizer.step()
+    result = hk.sama(optimizer).compute(*case.arguments)
+    assert float(torch.cat([x.flatten() for x in result.solution.value.values()]).abs().max()) < 1e-6
+    optimizer.zero_grad(set_to_none)
+    with pytest.warns(hk.HyperkronWarning, match=r"gradients are cleared.* before zero_grad\(\)"):
+        hk.sama(optimizer).compute(*case.arguments)
+
+
+def test_the_diagonal_takes_sparse_gradients() -> None:
+    model = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Flatten())
+    case = make(model, (2,), tokens=4)
+    optimizer = torch.optim.SparseAdam(model.parameters())
+    case.inner(*case.arguments[1:4]).value.backward()
+    optimizer.step()
+    found = hk.sama(optimizer).compute(*case.arguments)
+    for p in case.params.values():
+        p.grad = p.grad.to_dense()  # type: ignore[union-attr]
+    assert oracles.relative(hk.sama(optimizer).compute(*case.arguments).grads, found.grads) == 0
+
+
 def test_a_penalty_and_its_transpose_are_two_penalties() -> None:
     """The coefficients of a tied pair, α of W and αᵀ of the other, lie in one memory."""
     case = make(nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)), (3,))

@@ -313,6 +313,25 @@ def test_batches_of_any_structure_are_cut() -> None:
         split((torch.zeros(3), torch.zeros(4)), 2)
 
 
+def test_texts_are_cut_with_the_tensors_beside_them() -> None:
+    setting = Setting()
+    x, y, index = setting.batch
+    rows, words = {f"text {n}": n for n in range(N)}, [["a"] * n for n in range(1, N + 1)]
+    texts = (list(rows), (list(rows), ["train", "en"]), words, y, index)
+
+    def inner(model: Any, hyper: Any, batch: Any) -> hk.losses.Loss:
+        names, (again, about), tokens, *given = batch
+        assert names == list(again) and about == ["train", "en"]
+        assert [len(one) - 1 for one in tokens] == [rows[name] for name in names]
+        return setting.inner(model, hyper, (x[[rows[name] for name in names]], *given))
+
+    problem = hk.BilevelProblem(inner, setting.outer)
+    given, method = (setting.model, setting.hyper), hk.cg(3, 0.1)
+    wanted = method.compute(setting.problem, *given, setting.batch, setting.batch)
+    found = method.fresh().compute(hk.training.Accumulated(problem, 4), *given, texts, setting.batch)
+    torch.testing.assert_close(found.grads, wanted.grads, **TOLERANCE)
+
+
 class Tokens(nn.Module):
     """Words, and their places with or without a dimension for examples."""
 

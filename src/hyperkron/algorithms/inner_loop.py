@@ -67,6 +67,10 @@ class InnerLoop:
         if not isinstance(optimizer, LevelOptimizer):
             optimizer = optimizer if isinstance(optimizer, Updates) else Updates(optimizer)
             params = [p for group in optimizer.optimizer.param_groups for p in group["params"]]
+            if not isinstance(hyper, nn.Module | None):
+                raise HyperkronError(
+                    f"hyper is a {type(hyper).__name__}, not a torch.nn.Module; pass that of λ, or None."
+                )
             hypers = {} if hyper is None else {id(p): name for name, p in hyper.named_parameters()}
             if name := next((hypers[id(p)] for p in params if p.requires_grad and id(p) in hypers), ""):
                 raise HyperkronError(

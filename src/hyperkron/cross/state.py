@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
+import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -121,10 +122,10 @@ def code_of(function: Any) -> object:
 
 
 def inner_key(problem: BilevelProblem, model: nn.Module, hyper: nn.Module) -> Hashable:
-    """A key that distinguishes inner losses: the function, and the properties of θ and λ that affect its structure."""
+    """A key that distinguishes inner losses: the function, λ's module, and what affects their structure."""
     names, parts = tuple(name for name, _ in hyper.named_parameters()), modules_of(model, hyper)
     dtypes = frozenset(p.dtype for part in parts for p in part._parameters.values() if p is not None)
-    return function_key(problem.inner), type(model), switches(parts), dtypes, type(hyper), names
+    return function_key(problem.inner), type(model), switches(parts), dtypes, weakref.ref(hyper), names
 
 
 def _held(cell: types.CellType) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from hyperkron import trees
 from hyperkron.curvature.base import Curvature, CurvatureState, DiagonalOperator, Invertible
 from hyperkron.evaluation.point import Point
 from hyperkron.solution import HyperkronError, warn_once
@@ -69,11 +70,13 @@ class AdamDiagonal(Curvature):
             inverse[name] = float(group["lr"])
             if p.grad is not None and {"exp_avg", "exp_avg_sq"} <= self.optimizer.state.get(p, {}).keys():
                 adaptive.setdefault(id(group), []).append(name)
-        if not adaptive and any("exp_avg_sq" in self.optimizer.state.get(p, {}) for p in point.params.values()):
+        moments = any("exp_avg_sq" in self.optimizer.state.get(p, {}) for p in point.params.values())
+        gradients = {n: _wide(p.grad) for n, p in point.params.items() if p.grad is not None}
+        if moments and float(trees.norm(gradients)) == 0:
             warn_once(
                 "sama-gradients",
-                "optimizer has Adam's moments but the model's gradients are cleared, so D = 1 is taken; compute the "
-                "hypergradient after optimizer.step() and before zero_grad().",
+                "optimizer has Adam's moments but the model's gradients are cleared, so D is not that of its last "
+                "step; compute the hypergradient after optimizer.step() and before zero_grad().",
             )
         if adaptive and isinstance(self.optimizer, OTHER_STEPS):
             name = type(self.optimizer).__name__
@@ -96,7 +99,8 @@ class AdamDiagonal(Curvature):
 
 
 def _wide(x: Tensor) -> Tensor:
-    """``x`` in at least float32: in half precision the difference in D would be mostly rounding."""
+    """``x``, dense, in at least float32: in half precision the difference in D would be mostly rounding."""
+    x = x.to_dense() if x.is_sparse else x
     return x.float() if x.dtype in HALF_TYPES else x
 
 

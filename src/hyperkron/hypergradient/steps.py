@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -77,10 +78,8 @@ class SGD(Step):
 
     def __post_init__(self) -> None:
         check_positive("lr", self.lr)
-        for name in ("momentum", "weight_decay"):
+        for name in ("momentum", "dampening", "weight_decay"):
             check_nonnegative(name, getattr(self, name))
-        if not math.isfinite(self.dampening):
-            raise HyperkronError(f"dampening={self.dampening!r} is not finite; 0 is the usual value.")
         if self.nesterov and (self.momentum == 0.0 or self.dampening != 0.0):
             raise HyperkronError(
                 f"nesterov=True with momentum={self.momentum!r} and dampening={self.dampening!r}; "
@@ -130,8 +129,9 @@ class Adam(Step):
         check_positive("lr", self.lr)
         check_positive("eps", self.eps)
         check_nonnegative("weight_decay", self.weight_decay)
-        if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
-            raise HyperkronError(f"betas={self.betas!r} are not two numbers in [0, 1); (0.9, 0.999) are usual.")
+        given = self.betas if isinstance(self.betas, Sequence) else ()
+        if len(given) != 2 or not all(isinstance(beta, Real) and 0.0 <= beta < 1.0 for beta in given):
+            raise HyperkronError(f"betas={self.betas!r:.60} are not two numbers in [0, 1); (0.9, 0.999) are usual.")
 
     def init(self, params: Tree) -> StepState:
         return _fresh(params, "mean", "square")

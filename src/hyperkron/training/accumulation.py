@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hyperkron.algorithms.derivatives import kept_buffers
-from hyperkron.batch_tensors import map_tensors, tensors_of
+from hyperkron.batch_tensors import cut, tensors_of
 from hyperkron.evaluation.differentiation import gradients_of
 from hyperkron.evaluation.point import Level
 from hyperkron.kernels.selection import WithoutAutocast, twice_differentiable
@@ -41,7 +41,7 @@ class Accumulated(BilevelProblem):
 
     Args:
         problem: the two objectives, each a mean over the examples of its batch (penalties that do not depend on the
-            batch may be added).
+            batch may be added). Tensors are cut along their first dimension, and lists with a text for each example.
         micro_batch: examples in a piece; ``None`` for whole batches.
 
     Example:
@@ -144,11 +144,7 @@ def split(batch: Any, size: int | None) -> list[Any]:
     count = length(batch)
     if count <= size:
         return [batch]
-
-    def piece(part: slice) -> Any:
-        return map_tensors(lambda x: x[part] if x.dim() > 0 else x, batch)
-
-    return [piece(slice(start, start + size)) for start in range(0, count, size)]
+    return [cut(batch, count, slice(start, start + size)) for start in range(0, count, size)]
 
 
 # --- sums over pieces --------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.forward_ad import unpack_dual
 from torch.nn.parallel import DistributedDataParallel
 
-from hyperkron.batch_tensors import map_tensors, tensors_of
+from hyperkron.batch_tensors import cut, tensors_of
 from hyperkron.collectives import Group, replicated
 from hyperkron.evaluation.point import Level
 from hyperkron.evaluation.sharded import check, gathering, reshard, units
@@ -49,8 +49,9 @@ class DataParallel(BilevelProblem):
         problem: the two objectives, each a mean over the examples of its batch (penalties may be added).
         group: the processes; ``None`` for all of them, or for this one where ``torch.distributed`` is not initialised.
         divide: ``True`` (default): every process is given the same batch and takes its part of it, along the first
-            dimension of its tensors; then the batches do not depend on the number of processes, and a checkpoint can be
-            continued with another number. ``False``: every process is given its own part (``DistributedSampler``).
+            dimension of its tensors (and of lists with a text for each example); then the batches do not depend on the
+            number of processes, and a checkpoint can be continued with another number. ``False``: every process is
+            given its own part (``DistributedSampler``).
 
     Example:
         >>> import hyperkron as hk
@@ -68,6 +69,11 @@ class DataParallel(BilevelProblem):
             )
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
+        if not isinstance(group, dist.ProcessGroup | None):
+            raise HyperkronError(
+                f"group={group!r:.60} is not a process group that this process is in; pass one that "
+                "torch.distributed.new_group made, on its processes alone, or None for all of them."
+            )
         object.__setattr__(self, "_group", Group(group))
         inner = _Divided("inner", problem.inner, self._group, divide)
         outer = _Divided("outer", problem.outer, self._group, divide)
@@ -171,7 +177,6 @@ class _Divided:
     def _check(self, model: nn.Module, hyper: nn.Module, batch: Any, part: Any) -> None:
         """At the first evaluation: refuse θ, λ or batches that differ between processes, and losses that are not
         means."""
-        self.checked.add(self.level)
         _check_alike(self.group, {"model": model, "hyper": hyper})
         if self.divide and len(set(map(tuple, self.group.numbers(*checksums(batch))))) > 1:
             raise HyperkronError(
@@ -188,6 +193,7 @@ class _Divided:
         elif self.group.all(length(part) > 1):
             with gathering(model, self.group):
                 check_is_mean(self.level, self.function, model, hyper, part, set())
+        self.checked.add(self.level)  # now, so that what is refused is refused again
 
 
 def _check_alike(group: Group, modules: dict[str, nn.Module]) -> None:
@@ -222,7 +228,7 @@ def _part(batch: Any, group: Group, level: str) -> Any:
             "processes."
         )
     begin, end = (count * rank // group.size for rank in (group.rank, group.rank + 1))
-    return map_tensors(lambda x: x[begin:end] if x.dim() > 0 else x, batch)
+    return cut(batch, count, slice(begin, end))
 
 
 def _own_part(batch: Any, group: Group, level: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -343,7 +343,7 @@ class Run:
 
 
 def advance_all(
-    runs: Sequence[Run],
+    runs: Collection[Run],
     steps: int | None = None,
     *,
     seconds: float | None = None,
@@ -371,6 +371,8 @@ def advance_all(
         [True, False]
     """
     check_whole("block", block)
+    if not isinstance(runs, Collection) or not all(isinstance(run, Run) for run in runs):
+        raise HyperkronError(f"runs={runs!r:.60} is not a list of runs; pass [fit(…, steps=0), …], also for one.")
     for run in runs:
         run._set_goal(steps, seconds)
     several = len(runs) > 1

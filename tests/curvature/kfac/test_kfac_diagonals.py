@@ -40,6 +40,21 @@ def normed(*layers: nn.Module, head: int, mean: nn.Module | None = None) -> nn.M
     return nn.Sequential(*layers, nn.Tanh(), mean or nn.Identity(), nn.Linear(head, 2))
 
 
+def twice(layer: nn.Module, mean: nn.Module | None = None) -> nn.Module:
+    return normed(layer, nn.Tanh(), layer, head=4, mean=mean)
+
+
+class Pairs(nn.Module):
+    """Embeddings that are called on both halves of an example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(9, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((self.embed(x[:, :2]).tanh() + self.embed(x[:, 2:]).sin()).sum(1))
+
+
 class OneByOne(nn.Module):
     """Calls a layer on one example at a time, without a dimension for examples."""
 
@@ -98,7 +113,12 @@ DIAGONAL: dict[str, tuple[Build, tuple[int, ...], int]] = {
         (3, 2, 2),
         0,
     ),
+    "layer norm, twice": (lambda: twice(nn.LayerNorm(4)), (4,), 0),
+    "rms norm over tokens, twice": (lambda: twice(nn.RMSNorm(4), mean=Mean()), (3, 4), 0),
+    "batch norm, twice": (lambda: normed(warm := Warm(3), nn.Tanh(), warm, head=3, mean=Mean(True)), (3, 2, 2), 0),
+    "layer norm, twice, alone": (lambda: twice(nn.LayerNorm(4))[:3], (4,), 0),
     "embedding": (Bag, (4,), 5),
+    "embedding, twice": (Pairs, (4,), 5),
 }
 
 
@@ -238,7 +258,7 @@ def test_the_diagonal_of_an_embedding_waits_for_nothing(shape: tuple[int, ...]) 
     module = nn.Embedding(9, 3, padding_idx=0).double()
     index, g = torch.randint(4, shape), torch.randn(*shape, 3, dtype=torch.float64)
     with nothing_read():
-        found = diagonals.squared_gradients(module, index, g)["weight"]
+        found = diagonals.embedding_squares(module, index, g)
     wanted = torch.zeros(9, 3, dtype=torch.float64)
     for rows, gradients in zip(index.reshape(shape[0], -1), g.reshape(shape[0], -1, 3), strict=True):
         for row in rows.unique().tolist():

@@ -50,7 +50,7 @@ def mlp(features: int, classes: int, hidden: int | Sequence[int] = 128) -> nn.Se
         >>> mlp(4, 3, hidden=(16, 8))(torch.ones(2, 4)).shape
         torch.Size([2, 3])
     """
-    sizes = (hidden,) if isinstance(hidden, int) else tuple(hidden)
+    sizes = tuple(hidden) if isinstance(hidden, Sequence) else (hidden,)
     _check(features=features, classes=classes, **{f"hidden[{i}]": size for i, size in enumerate(sizes)})
     if not sizes:
         return linear(features, classes)

@@ -47,6 +47,10 @@ class Calls:
         self.used.update(parameters)
         return output, True
 
+    def called_again(self, name: str) -> bool:
+        """Whether a layer was called several times."""
+        return self._numbers[name] > 1
+
     def tapped(
         self, name: str, x: Tensor, output: Tensor, token: Tensor | None, receive: Callable[[Tensor], None]
     ) -> Tensor:

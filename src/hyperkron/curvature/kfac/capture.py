@@ -45,12 +45,14 @@ def measure(point: Point, plan: Plan, how: Measurement) -> Measured:
         _check_forward(recorder, loss, point, part, first=how.first and number == 0, in_parts=len(parts) > 1)
         recorder.measured.l2 = l2 = l2_curvature(loss, point.params)
         recorder.measured.scales = {} if how.damping is None else column_scales(plan, l2, how.damping, like)
-        size = recorder.batch_size * point.problem.group.size
+        recorder.diagonals.examples = _examples(recorder, loss, part) if loss.terms else recorder.batch_size
+        group = point.problem.group
+        size = recorder.batch_size if loss.terms else int(sum(n for (n,) in group.numbers(recorder.batch_size)))
         vectors = _vectors(loss, size, how, point)
         place = loss.terms[0].place if loss.terms else None  # of these examples in the whole batch
         signed, unbatched = None, False
         if loss.terms and how.fisher not in DRAWN:  # drawn vectors of examples are already independent
-            signed = partial(_signed, how.generator, place, _examples(recorder, loss, part))
+            signed = partial(_signed, how.generator, place, recorder.diagonals.examples)
             unbatched = _unbatched(recorder, loss)
         found = recorder.backward(point.params, vectors, signed, unbatched)
         if len(parts) == 1:

@@ -1,7 +1,7 @@
 """The exact diagonal of layers outside Kronecker blocks: norm layers and embeddings.
 
-For every parameter p it is Σ_n (∂/∂p s_nᵀf_n)², computed from the layer's input and output gradient. Batch statistics
-are treated as constants.
+For every parameter p it is Σ_n (∂/∂p s_nᵀf_n)², computed from the inputs and output gradients of the layer's calls on
+the whole batch; calls on parts of it count as separate examples. Batch statistics are treated as constants.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def looks_up(module: nn.Module) -> bool:
     return kind is nn.Embedding or (scaled and isinstance(module, nn.Embedding) and hasattr(module, "embed_scale"))
 
 
-def squared_gradients(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Tensor]:
-    """Σ_n (∂/∂p s_nᵀf_n)² for each parameter p of a norm layer or embedding, from its input and output gradient.
+def example_gradients(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Tensor]:
+    """∂/∂p s_nᵀf_n (N, …) for each parameter p of a norm layer, from its input and output gradient.
 
-    A norm layer is z = weight·x̂ + bias, so an example's gradient is Σ_positions g·x̂ and Σ_positions g. An
-    embedding's row gets the sum of g over the positions where it was looked up.
+    A norm layer is z = weight·x̂ + bias, so an example's gradient is Σ_positions g·x̂ and Σ_positions g.
     """
-    if isinstance(module, nn.Embedding):
-        return {"weight": _embedding_squares(module, x, g)}
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        sums = batch_norm_sums(module, x, g)
+        return {"weight": (sums.along - sums.mean * sums.plain) * sums.scale, "bias": sums.plain}
     weighted = range(1, 2)  # the dimensions of z that the weight has
     if isinstance(module, nn.GroupNorm):
         normalised = F.group_norm(x, module.num_groups, eps=module.eps)
@@ -60,7 +60,7 @@ def squared_gradients(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Tens
     positions = [axis for axis in range(1, g.dim()) if axis not in weighted]
 
     def total(t: Tensor) -> Tensor:
-        return (t.sum(positions) if positions else t).square().sum(0)
+        return t.sum(positions) if positions else t
 
     found = {"weight": total(g * normalised)}
     if getattr(module, "bias", None) is not None:
@@ -68,7 +68,7 @@ def squared_gradients(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Tens
     return found
 
 
-def _embedding_squares(module: nn.Embedding, index: Tensor, g: Tensor) -> Tensor:
+def embedding_squares(module: nn.Embedding, index: Tensor, g: Tensor) -> Tensor:
     """For each row of the table, Σ_n (Σ g over the positions of example n where the row was looked up)².
 
     Pairs (example, row) are numbered by sorting. The tensors are long enough for all pairs to be different, so that
@@ -129,25 +129,58 @@ def batch_norm_squares(sums: list[BatchNormSums]) -> list[tuple[Tensor, Tensor]]
     return list(zip(*(x.square_().sum(0).split(widths) for x in (along, plain)), strict=True))
 
 
+def _squares(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {local: x.square().sum(0) for local, x in gradients.items()}
+
+
 class Diagonals:
-    """The diagonals of one measurement, summed over calls and backward passes into ``sums``, by parameter."""
+    """The diagonals of one measurement, summed over calls and backward passes into ``sums``, by parameter.
+
+    Attributes:
+        examples: how many a call on the whole batch has.
+    """
 
     def __init__(self, sums: dict[str, Tensor], dtype: torch.dtype) -> None:
-        self.sums, self.dtype = sums, dtype
+        self.sums, self.dtype, self.examples = sums, dtype, 0
         self._batch_norms: list[tuple[dict[str, str], BatchNormSums]] = []
+        self._lookups: dict[nn.Embedding, tuple[dict[str, str], list[Tensor], list[Tensor]]] = {}
+        self._norms: dict[nn.Module, tuple[dict[str, str], dict[str, Tensor]]] = {}
 
-    def add(self, module: nn.Module, names: dict[str, str], x: Tensor, g: Tensor) -> None:
-        """Add one call of ``module``; ``names`` maps its parameter names to those of the model."""
+    def add(self, module: nn.Module, names: dict[str, str], x: Tensor, g: Tensor, again: bool) -> None:
+        """Add one call of ``module``; ``names`` maps its parameter names to those of the model.
+
+        Calls on the whole batch of a module that is called ``again`` wait until :meth:`flush`, to be summed.
+        """
         x, g = x.to(self.dtype) if x.is_floating_point() else x, g.to(self.dtype)
-        if not isinstance(module, nn.modules.batchnorm._BatchNorm):
-            self._add(names, squared_gradients(module, x, g))
-            return
-        self._batch_norms.append((names, batch_norm_sums(module, x, g)))
-        if sum(sums.along.numel() for _, sums in self._batch_norms) > MAX_WAITING:
-            self.flush()
+        if isinstance(module, nn.Embedding):
+            if not again or len(x) != self.examples:
+                self._add(names, {"weight": embedding_squares(module, x, g)})
+                return
+            _, indices, gradients = self._lookups.setdefault(module, (names, [], []))
+            indices.append(x.reshape(len(x), -1))
+            gradients.append(g.reshape(len(x), -1, g.shape[-1]))
+        elif again or not isinstance(module, nn.modules.batchnorm._BatchNorm):
+            found = example_gradients(module, x, g)
+            if not again or len(found["weight"]) != self.examples:
+                self._add(names, _squares(found))
+                return
+            before = self._norms.get(module, (names, {}))[1]
+            self._norms[module] = names, {local: before.get(local, 0.0) + x for local, x in found.items()}
+        else:
+            self._batch_norms.append((names, batch_norm_sums(module, x, g)))
+            if sum(sums.along.numel() for _, sums in self._batch_norms) > MAX_WAITING:
+                self._flush_batch_norms()
 
     def flush(self) -> None:
-        """Add the diagonals of the batch norm layers that are waiting."""
+        """At the end of a backward pass: add the diagonals of the layers that are waiting."""
+        self._flush_batch_norms()
+        for names, found in self._norms.values():
+            self._add(names, _squares(found))
+        for module, (names, indices, gradients) in self._lookups.items():
+            self._add(names, {"weight": embedding_squares(module, torch.cat(indices, 1), torch.cat(gradients, 1))})
+        self._norms, self._lookups = {}, {}
+
+    def _flush_batch_norms(self) -> None:
         passed, self._batch_norms = self._batch_norms, []
         if passed:
             found = batch_norm_squares([sums for _, sums in passed])

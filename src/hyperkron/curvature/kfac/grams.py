@@ -245,6 +245,8 @@ def corrected(block: Block, x: Tensor, g: Tensor, q_a: Tensor, q_b: Tensor) -> T
     With more positions than outputs, G_n is computed first and then transformed; otherwise g and x are transformed.
     """
     layer, total = block.layer, _empty_spectrum(q_a, q_b)
+    if not g.numel():  # an expert without tokens on this process
+        return total
     together = max(1, GRADIENTS.get(x.device.type, 2**24) // total.numel())
     if by_gradients(block, x, g):
         chunks = layer.gradients_of_examples(cast_floating(x, q_a.dtype), g.to(q_a.dtype), together)

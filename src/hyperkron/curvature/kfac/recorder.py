@@ -85,7 +85,7 @@ class Recorder:
         self._factors = [(found.a, found.b, how.sharing)]
         if how.wide:
             self._factors.append((*found.wide, "expand"))
-        self._diagonals = Diagonals(found.diagonal, self.dtype)
+        self.diagonals = Diagonals(found.diagonal, self.dtype)
         self.waiting: list[_Call] = []
         self.inputs = InputGrams(self.dtype, how.low_rank, one_at_a_time=how.owners is not None)
         self._masks: list[tuple[int, Tensor]] = []  # of losses over tokens: of how many, and which count
@@ -161,7 +161,7 @@ class Recorder:
             if self._for == "factors":
                 check_unchanged(name, x, version)
                 with no_grad_no_autocast(g):
-                    self._diagonals.add(module, names, x, g)
+                    self.diagonals.add(module, names, x, g, again=self.layers.called_again(name))
 
         return self.layers.tapped(name, given_x, output, self.tokens[False], receive)
 
@@ -248,7 +248,7 @@ class Recorder:
                 output, inputs, vector, retain_graph=self.keeps or not last, allow_unused=True
             )
             with no_grad_no_autocast(vector):
-                self._diagonals.flush()
+                self.diagonals.flush()
             if not last:  # to save memory, only those of the last vector wait for :meth:`gradients`
                 self._keep(*self._passed)
             for name, gradient in zip(names, gradients[2:], strict=True):
