@@ -202,6 +202,7 @@ class Examples(Source):
         if len(tensors[0]) == 0:
             raise HyperkronError("tensors hold 0 examples; pass at least one.")
         check_whole("batch_size", batch_size)
+        check_whole("seed", seed, 0)
         self.tensors: tuple[Tensor, ...] = differentiable_batch(tensors)
         self.batch_size = batch_size
         self.generator = torch.Generator().manual_seed(seed)
