@@ -29,6 +29,7 @@ def test_images_of_a_folder_are_known_by_their_files(picture: str | None, tmp_pa
     found = InputForm("image", Roles(image=picture), shape=(1, 4, 4)).read(tmp_path)
     assert found.ids == {"file": ["a.png", "b.png", "c.png"]}
     assert found.rows.tolist() == [1, 2] and found.count == 3
+    assert found.messages[0].startswith(f"{tmp_path.name}: 1 image cannot be read, so its row is not used: 'a.png'")
 
 
 def test_an_image_that_cannot_be_read_among_folders_of_classes(tmp_path: Path) -> None:
@@ -37,7 +38,7 @@ def test_an_image_that_cannot_be_read_among_folders_of_classes(tmp_path: Path) -
     found = FORM.read(tmp_path)
     assert found.rows.tolist() == [1, 2] and found.count == 3  # as the rows of the source are numbered
     assert found.ids == {"file": ["", "cat/b.png", "dog/c.png"]}
-    assert "1 image cannot be read, so its row is left out" in found.messages[0]
+    assert "1 image cannot be read, so its row is not used" in found.messages[0]
 
 
 @pytest.mark.parametrize(
