@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pandas
 import pytest
 
 from hyperkron.cleaning.data import InputForm, read
@@ -79,3 +80,12 @@ def test_columns_called_x_and_y_are_columns() -> None:
     form = InputForm.of(read({"text": ["a b", "c d"], "x": ["i", "j"], "label": ["a", "b"]}, text="text"))
     assert form.read({"x": ["k"], "text": ["e f"]}).inputs == ["e f"]
     assert form.read({"x": ["e f"]}).inputs == ["e f"]
+
+
+def test_columns_of_any_names_are_taken_by_their_places_where_training_rows_had_none() -> None:
+    form = InputForm.of(read({"x": np.arange(8.0).reshape(4, 2), "y": ["a", "b", "a", "b"]}))
+    columns = {"u": [3.0, 4.0], "v": [True, False]}
+    for rows in (columns, pandas.DataFrame(columns)):
+        assert form.read(rows).inputs.tolist() == [[3.0, 1.0], [4.0, 0.0]]
+    with pytest.raises(HyperkronError, match=r"rows is a DataFrame of type .*, not of numbers"):
+        form.read(pandas.DataFrame({"u": [3.0], "v": ["p"]}))
