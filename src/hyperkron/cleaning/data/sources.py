@@ -100,7 +100,10 @@ def _form_of(path: Path, part: str | None = None) -> Form:
     if suffix in _FORMS:
         return _FORMS[suffix]
     if suffix == ".npy":
-        raise HyperkronError(f"{str(path)!r} is one array; save it with np.savez(path, x=array), and labels as y=... .")
+        raise HyperkronError(
+            f"{str(path)!r} is one array without labels; save both with np.savez(path, x=..., y=...), or x alone for "
+            "new rows."
+        )
     if suffix in _PICKLES:
         raise HyperkronError(
             f"{str(path)!r} may be a pickle, which can run any code when it is read, so it is not. Save the arrays "
