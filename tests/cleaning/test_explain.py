@@ -104,6 +104,18 @@ def test_a_query_needs_no_label(folder: Path, labelled: Explanation, tmp_path: P
         explain(folder / "run", other)
 
 
+def test_every_query_is_explained_also_without_a_label_or_with_a_strange_one(folder: Path, tmp_path: Path) -> None:
+    lines = [line.split(",") for line in (folder / "test.csv").read_text().splitlines()[:5]]
+    place = lines[0].index("label")
+    given = [line[place] for line in lines[1:]]
+    lines[2][place], lines[3][place] = "", "strange"
+    (tmp_path / "some.csv").write_text("\n".join(map(",".join, lines)))
+    found = explain(folder / "run", tmp_path / "some.csv", count=1)
+    assert [query.row for query in found.queries] == [0, 1, 2, 3]
+    assert [query.label for query in found.queries] == [given[0], None, None, given[3]]
+    assert found.messages == ["Queries without a label that is known from training: rows 1, 2."]
+
+
 @pytest.mark.long
 def test_a_run_with_annotators_is_explained(tmp_path: Path) -> None:
     data = blobs(rows=60)
@@ -117,7 +129,8 @@ def test_a_run_with_annotators_is_explained(tmp_path: Path) -> None:
     options: dict[str, Any] = {"annotators": ["ann", "bob"], "out": tmp_path / "run"}
     clean(tmp_path / "train.csv", tmp_path / "trusted.csv", config=CleanConfig(compare=()), **options)
     found = explain(tmp_path / "run", tmp_path / "trusted.csv", count=1)
-    assert len(found.queries) == len(data.trusted[1]) and not found.messages
+    assert len(found.queries) == len(data.trusted[1]) and all(query.label for query in found.queries)
+    assert found.messages == ["trusted.csv: columns that the model does not use: 'label'."]
 
 
 def test_a_page_shows_everything_and_runs_nothing(tmp_path: Path) -> None:
@@ -162,7 +175,7 @@ def _unfinished(folder: Path) -> Path:
     ("place", "more", "code", "message"),
     [
         (lambda f: f / "nothing", [], 1, "is not a folder; name one that `hyperkron clean` wrote"),
-        (_unfinished, [], 1, "the run has not finished; continue it with `hyperkron resume"),
+        (_unfinished, [], 1, "has not finished; continue it with `hyperkron resume"),
         (lambda f: f / "run", ["--count", "0"], 2, "--count=0 must be at least 1"),
         (lambda f: f / "run", ["--query", "nowhere.csv"], 1, "--query='nowhere.csv' does not exist"),
         (lambda f: f / "run", ["--out", "query.csv"], 2, "--out='query.csv' must end in .html"),

@@ -61,6 +61,14 @@ def test_a_file_may_name_the_classes(tmp_path: Path, data: Blobs) -> None:
         assert found is not None and torch.allclose(found, p)
 
 
+def test_a_file_may_name_true_and_false_as_pandas_does(tmp_path: Path) -> None:
+    parts = read_parts({"x": [[1.0], [2.0]], "y": [True, False]}, {"x": [[3.0], [4.0]], "y": [True, True]}, None, {})
+    (tmp_path / "p.csv").write_text("True,False\n0.1,0.9\n0.2,0.8\n0.3,0.7\n0.4,0.6\n")
+    found = Own.of(parts, probabilities=tmp_path / "p.csv").probabilities
+    assert parts[0].classes == ("false", "true")
+    assert found is not None and torch.allclose(found[:, 1], torch.tensor([0.1, 0.2, 0.3, 0.4]))
+
+
 @pytest.mark.long
 def test_a_good_expert_helps(data: Blobs) -> None:
     alone = clean(data.train, data.trusted, config=NONE)

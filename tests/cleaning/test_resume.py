@@ -229,7 +229,7 @@ def test_what_cannot_be_resumed_says_why(files: Files, tmp_path: Path) -> None:
     data: Blobs = files.data
     with pytest.raises(Interrupted):
         clean(data.train, data.trusted, out=tmp_path / "memory", config=CONFIG, progress=Watch(2))
-    with pytest.raises(HyperkronError, match="made from data in memory"):
+    with pytest.raises(HyperkronError, match=r"^the run in '.*memory' was made from data in memory"):
         resume(tmp_path / "memory")
     own: dict[str, Any] = {"model": lambda: nn.Linear(2, 3), "config": CONFIG, "progress": Watch(2)}
     with pytest.raises(Interrupted):

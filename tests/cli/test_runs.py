@@ -13,6 +13,7 @@ import run_folder
 from fake_cleaning import write_table
 from hyperkron.cleaning.data import row_hashes
 from hyperkron.cleaning.folder import HASHES
+from hyperkron.cleaning.loading import read_decisions
 from hyperkron.cli import doctor as doctor_command
 from hyperkron.cli import main
 
@@ -145,6 +146,14 @@ def test_decisions_are_applied(rows: list[dict[str, Any]], capsys: Captured) -> 
             found = [(int(line["text"].split()[1]), line["label"]) for line in csv.DictReader(file)]
         assert found == wanted
     assert "40 rows written; 3 decided, 2 relabelled, 0 suspects dropped." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["true", "True"])
+def test_decisions_about_true_and_false_may_be_booleans(tmp_path: Path, name: str) -> None:
+    run_folder.write_json(tmp_path / "result.json", {"format": 1, "data": {"classes": [name, "no"]}})
+    made = [{"row": 3, "decision": "accept", "label": True}]
+    run_folder.write_json(tmp_path / "decisions.json", {"format": 1, "data": "", "decisions": made})
+    assert read_decisions(tmp_path / "decisions.json", tmp_path) == {3: name}
 
 
 @pytest.mark.parametrize(

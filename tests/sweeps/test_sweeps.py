@@ -124,6 +124,11 @@ def test_trials_of_other_code_are_warned_of(tmp_path: Path) -> None:
         assert sweep(second, SPACE, trials=2, storage=file) == found
 
 
+def test_a_seed_may_have_more_bits_than_those_of_numpy(tmp_path: Path) -> None:
+    runs = [sweep(parabola, SPACE, trials=1, storage=str(tmp_path / f"{s}.db"), seed=s) for s in (1, 2**32 + 1)]
+    assert runs[0].trials[0].settings == runs[1].trials[0].settings
+
+
 def test_the_same_seed_gives_the_same_trials(tmp_path: Path) -> None:
     runs = [sweep(parabola, SPACE, trials=3, storage=str(tmp_path / f"{i}.db"), seed=i // 2) for i in range(3)]
     first, again, other = ([t.settings for t in run.trials] for run in runs)

@@ -172,7 +172,7 @@ def reopened(
     train, trusted, test = (source.text(name) or None for name in ("train", "trusted", "test"))
     if train is None:
         raise HyperkronError(
-            f"out={str(out)!r} was made from data in memory, which is not kept; call clean() again with it."
+            f"the run in {str(out)!r} was made from data in memory, which is not kept; call clean() again."
         )
     expected = {name: value for name, value in (expected or {}).items() if value is not None}
     refuse_other_rules(kept, out)
@@ -188,7 +188,8 @@ def reopened(
         )
     if odd := sorted(settings.raw.keys() ^ {field.name for field in fields(CleanConfig)}):
         raise HyperkronError(
-            f"out={str(out)!r} was begun with other settings than this version has ({', '.join(odd)}); begin a new run."
+            f"the run in {str(out)!r} was begun with other settings than this version has ({', '.join(odd)}); begin a "
+            "new run."
         )
     config = settings.into(CleanConfig)
     given, encoder = Given.of(train, parts[0]), encoder_to_load(kept, expected)

@@ -16,7 +16,7 @@ from hyperkron.attribution import Attribution, attribute
 from hyperkron.cleaning.api import reopened
 from hyperkron.cleaning.data import InputForm, Labelled, NewRows, ReadOptions, read
 from hyperkron.cleaning.data.arrow import PREFIX
-from hyperkron.cleaning.data.files import existing
+from hyperkron.cleaning.data.files import existing, listing
 from hyperkron.cleaning.data.sources import split_source
 from hyperkron.cleaning.fields import read_result, resume_command
 from hyperkron.cleaning.folder import shown
@@ -106,7 +106,7 @@ def explain(
     check_whole("count", count)
     out = Path(out)
     if read_result(out).items("unfinished"):
-        raise HyperkronError(f"out={str(out)!r}: the run has not finished; continue it with {resume_command(out)}.")
+        raise HyperkronError(f"the run in {str(out)!r} has not finished; continue it with {resume_command(out)}.")
     if isinstance(queries, (str, os.PathLike)) and not os.fspath(queries).startswith(PREFIX):
         existing(split_source(os.fspath(queries))[0], "queries")  # told before the run is read again
     run = reopened(out, model, progress, writes=False)
@@ -135,17 +135,20 @@ def explain(
 
 def _read(
     queries: Any, train: Labelled, form: InputForm, reading: Mapping[str, Any]
-) -> tuple[NewRows | Labelled, list[str | None], list[str]]:
-    """Queries, their labels (None where they have none that can be read), and messages."""
+) -> tuple[NewRows, list[str | None], list[str]]:
+    """Queries, their labels (None where they have none that a training row has), and messages."""
     named: dict[str, Any] = {name: reading.get(name) for name in ("text", "image", "features", "charset")}
+    rows = form.read(queries, options=ReadOptions(charset=named["charset"] or ReadOptions.charset))
+    messages, known = [*rows.messages], dict[int, str]()
     try:
         found = read(queries, like=train, label=reading.get("label") or train.roles.label, **named)
+        known = {row: found.classes[k] for row, k in zip(found.rows.tolist(), found.labels.tolist(), strict=True)}
     except HyperkronError as problem:
-        options = ReadOptions(charset=named["charset"] or ReadOptions.charset)
-        bare = form.read(queries, options=options)
-        told = f"The queries are explained without their labels, which could not be read: {problem}"
-        return bare, [None] * len(bare.rows), [*bare.messages, told]
-    return found, [found.classes[int(label)] for label in found.labels], [*found.messages]
+        messages.append(f"The queries are explained without their labels, which could not be read: {problem}")
+    asked = rows.rows.tolist()
+    if known and (without := [row for row in asked if row not in known]):
+        messages.append(f"Queries without a label that is known from training: rows {listing(without)}.")
+    return rows, [known.get(row) for row in asked], messages
 
 
 def _scores(

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hyperkron.cleaning.data import InputForm
+from hyperkron.cleaning.data.values import spelt
 from hyperkron.cleaning.fields import FORMAT, REMEDY, parse, read_object, read_result, read_text, resume_command
 from hyperkron.cleaning.given import Given
 from hyperkron.cleaning.models import TextEncoder
@@ -202,7 +203,7 @@ def read_decisions(file: str | Path, run: str | Path) -> dict[int, str]:
     given = {row.row: row.given for row in read_rows(run) or ()}
     found: dict[int, str] = {}
     for entry in content.children("decisions"):
-        row, label, kind = entry.count("row"), entry.label("label"), entry.text("decision")
+        row, label, kind = entry.count("row"), spelt(entry.label("label"), classes), entry.text("decision")
         if row is None or kind not in KINDS or label not in classes:
             raise HyperkronError(
                 f"decisions={str(file)!r} holds {entry.raw!r:.120}, which is not a decision; {remedy}."

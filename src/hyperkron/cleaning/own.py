@@ -19,6 +19,7 @@ from hyperkron.cleaning.data.arrays import tensor_array
 from hyperkron.cleaning.data.encoding import TableEncoding
 from hyperkron.cleaning.data.files import existing, np
 from hyperkron.cleaning.data.labelled import Roles
+from hyperkron.cleaning.data.values import spelt
 from hyperkron.cleaning.folder import fingerprint
 from hyperkron.cleaning.models.trees import as_tensors
 from hyperkron.solution import HyperkronError
@@ -120,9 +121,9 @@ def _read_csv(path: Path, classes: tuple[str, ...]) -> Any:
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             lines = [line for line in csv.reader(file) if line]
-        order = None
-        if lines and sorted(lines[0]) == sorted(classes):
-            order, lines = [lines[0].index(name) for name in classes], lines[1:]
+        order, named = None, [spelt(name, classes) for name in (lines or [[]])[0]]
+        if sorted(named) == sorted(classes):
+            order, lines = [named.index(name) for name in classes], lines[1:]
         values = np.asarray([[float(cell) for cell in line] for line in lines], dtype=np.float32)
     except (OSError, ValueError, csv.Error) as error:
         raise HyperkronError(

@@ -74,7 +74,7 @@ def refuse_other_model(kept: Fields, model: Callable[[], nn.Module] | None) -> N
     """Meet a builder of another name than the run began with, or none where there was one."""
     began, found = kept.text("model") or None, None if model is None else model_name(model)
     if began is not None and found is None:
-        raise HyperkronError(f"the run used your own model ({began}); pass it again as model=.")
+        raise HyperkronError(f"the run used your own model ({began}); pass it again as model=... .")
     if found != began:
         usual = "the default network" if began is None else f"model={began!r}"
         remedy = "leave it out" if began is None else "give that one"

@@ -103,7 +103,7 @@ class TrialQueue:
             if len(chains) >= trials and all(chain[-1].state.name != "WAITING" for chain in chains):
                 return None
             seed += sum(map(len, chains))  # the same for whichever worker takes this trial
-            self.study.sampler = self.optuna.samplers.TPESampler(seed=seed, constant_liar=True)
+            self.study.sampler = self.optuna.samplers.TPESampler(seed=seed % 2**32, constant_liar=True)
             trial = self.study.ask(self._space)
             self.storage.record_heartbeat(trial._trial_id)
             trial.set_user_attr("worker", os.getpid())

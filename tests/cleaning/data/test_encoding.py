@@ -152,6 +152,19 @@ def test_new_rows_of_large_numbers_are_read_alike_as_table_and_array() -> None:
         np.testing.assert_array_equal(train.encoding.standardise(form.read(rows).inputs), train.standardised()[:5])
 
 
+def test_many_columns_of_one_value_are_told_in_one_message() -> None:
+    x = np.zeros((30, 50))
+    x[:, :3], x[:, 3], x[:, 4] = np.arange(90.0).reshape(30, 3), 7, np.nan
+    _, messages = TableEncoding.fit({f"x{i}": x[:, i] for i in range(50)})
+    assert messages[:2] == [
+        "column 'x3' is 7 in every training row and is left out.",
+        "column 'x4' has no values and is left out.",
+    ]
+    told = "is 0 in every training row and is left out."
+    assert messages[2].startswith("each of the columns 'x5', 'x6'") and messages[2].endswith(f" and 15 more {told}")
+    assert len(messages) == 3
+
+
 def test_rows_whose_offsets_are_taken_off_already_are_refused() -> None:
     x = np.stack([1.7e12 + np.arange(40.0), np.arange(40.0) % 7], axis=1)
     train = read({"x": x, "y": np.arange(40) % 2})

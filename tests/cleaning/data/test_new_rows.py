@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pandas
 import pytest
 
 from hyperkron.cleaning.data import InputForm, read
@@ -29,6 +30,7 @@ def test_images_of_a_folder_are_known_by_their_files(picture: str | None, tmp_pa
     found = InputForm("image", Roles(image=picture), shape=(1, 4, 4)).read(tmp_path)
     assert found.ids == {"file": ["a.png", "b.png", "c.png"]}
     assert found.rows.tolist() == [1, 2] and found.count == 3
+    assert found.messages[0].startswith(f"{tmp_path.name}: 1 image cannot be read, so its row is not used: 'a.png'")
 
 
 def test_an_image_that_cannot_be_read_among_folders_of_classes(tmp_path: Path) -> None:
@@ -37,7 +39,7 @@ def test_an_image_that_cannot_be_read_among_folders_of_classes(tmp_path: Path) -
     found = FORM.read(tmp_path)
     assert found.rows.tolist() == [1, 2] and found.count == 3  # as the rows of the source are numbered
     assert found.ids == {"file": ["", "cat/b.png", "dog/c.png"]}
-    assert "1 image cannot be read, so its row is left out" in found.messages[0]
+    assert "1 image cannot be read, so its row is not used" in found.messages[0]
 
 
 @pytest.mark.parametrize(
@@ -78,3 +80,12 @@ def test_columns_called_x_and_y_are_columns() -> None:
     form = InputForm.of(read({"text": ["a b", "c d"], "x": ["i", "j"], "label": ["a", "b"]}, text="text"))
     assert form.read({"x": ["k"], "text": ["e f"]}).inputs == ["e f"]
     assert form.read({"x": ["e f"]}).inputs == ["e f"]
+
+
+def test_columns_of_any_names_are_taken_by_their_places_where_training_rows_had_none() -> None:
+    form = InputForm.of(read({"x": np.arange(8.0).reshape(4, 2), "y": ["a", "b", "a", "b"]}))
+    columns = {"u": [3.0, 4.0], "v": [True, False]}
+    for rows in (columns, pandas.DataFrame(columns)):
+        assert form.read(rows).inputs.tolist() == [[3.0, 1.0], [4.0, 0.0]]
+    with pytest.raises(HyperkronError, match=r"rows is a DataFrame of type .*, not of numbers"):
+        form.read(pandas.DataFrame({"u": [3.0], "v": ["p"]}))

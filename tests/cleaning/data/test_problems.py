@@ -211,7 +211,7 @@ def test_refused(tmp_path: Path, problem: str) -> None:
         ("a.npz", "PK no", ["is not a readable .npz"]),
         ("a.csv.gz", gzip.compress(GOOD.encode(), mtime=0)[:-12], ["cannot be read"]),
         ("a.pkl", "x", ["may be a pickle", "np.savez"]),
-        ("a.npy", "x", ["one array without labels"]),
+        ("a.npy", "x", ["one array without labels", "or x alone for new rows"]),
         ("a.docx", "x", ["suffix", "Known: .csv"]),
         ("a.csv.zip", "PK", ["suffix", "unpack it"]),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,6 +55,22 @@ def test_a_label_that_each_file_writes_in_its_own_way_is_refused(ours: str, thei
         read_pair(train, {"text": ["d", "e", "f"], "label": [theirs, "ham", ours]}, text="text")[0].messages
     )
     assert "differ only in how they are written" in told
+
+
+@pytest.mark.parametrize("ours", [("True", "False"), ("TRUE", "FALSE"), (True, False), (np.True_, np.False_)])
+@pytest.mark.parametrize("theirs", [("true", "false"), ("True", "False"), (True, False)])
+def test_true_and_false_are_those_of_the_training_rows_however_another_source_writes_them(
+    ours: tuple[Any, Any], theirs: tuple[Any, Any]
+) -> None:
+    """pandas writes a column of booleans into a CSV file as True and False, and into JSON as true and false."""
+    train, trusted = read_pair(
+        {"text": ["a", "b", "c"], "label": [ours[0], ours[1], "unknown"]}, {"text": ["d", "e"], "label": [*theirs]}
+    )
+    names = {name.lower(): name for name in train.classes}
+    assert set(names) == {"true", "false", "unknown"} and trusted.classes == train.classes
+    assert [train.classes[k] for k in trusted.labels] == [names["true"], names["false"]]
+    test = read({"text": ["f", "g"], "label": [theirs[1], theirs[0]]}, like=train)
+    assert [train.classes[k] for k in test.labels] == [names["false"], names["true"]]
 
 
 def test_numbers_that_differ_are_different_labels() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hyperkron.cleaning.arguments import read_parts
-from hyperkron.cleaning.data import read
+from hyperkron.cleaning.data import InputForm, read
 from hyperkron.cleaning.folder import shown
 from hyperkron.solution import HyperkronError
 
@@ -33,6 +33,23 @@ def test_what_a_masked_array_hides_is_missing() -> None:
     train = read_parts((X, votes), (X + 100, Y), None, {})[0]
     assert train.votes is not None
     np.testing.assert_array_equal(train.votes == -1, votes.mask)
+
+
+def test_what_a_masked_column_hides_is_missing() -> None:
+    for values in ([1.0, 2.0, 999.0, 4.0], [1, 2, 999, 4]):
+        column = np.ma.masked_array(values, [False, False, True, False])
+        found = read({"a": column, "b": [1, 2, 3, 4], "label": ["x", "y", "x", "y"]}).inputs
+        np.testing.assert_array_equal(found, [[1, 1], [2, 2], [np.nan, 3], [4, 4]])
+
+
+@pytest.mark.parametrize("value", [1.5, "Rome", None, np.array(1.5), np.ones((2, 2)), {1.5, 2.5}, {"a": 1, "b": 2}])
+def test_a_column_must_be_a_list_of_values(value: Any) -> None:
+    """Of one text each letter would be a row, and a set has no order."""
+    train = read({"a": [1.0, 2.0], "t": ["p", "q"], "label": [0, 1]})
+    with pytest.raises(HyperkronError, match=r"column 't' of rows is a .*; give a list with one value for each row"):
+        InputForm.of(train).read({"a": [1.0, 2.0], "t": value})
+    with pytest.raises(HyperkronError, match=r"column 't' of source is a .*; give a list with one value for each row"):
+        read({"a": [1.0, 2.0], "t": value, "label": [0, 1]})
 
 
 class Items(torch.utils.data.Dataset[Any]):

@@ -183,11 +183,16 @@ class TableEncoding:
     def fit(cls, columns: Columns, max_categories: int = 50) -> tuple[TableEncoding, list[str]]:
         """The encoding of a training table, and what was noticed."""
         kept: list[Column] = []
-        messages: list[str] = []
+        told: dict[str, list[str]] = {}  # what is said, and of which columns: many may hold a single value
         for name, values in columns.items():
             found, message = _fit_column(name, values, max_categories)
             kept += [found] if found is not None else []
-            messages += [message] if message else []
+            told.setdefault(message.removeprefix(f"column {name!r}"), []).append(repr(name))
+        messages = [
+            f"{'column' if len(names) == 1 else 'each of the columns'} {listing(names, 30)}{text}"
+            for text, names in told.items()
+            if text
+        ]
         if not kept:
             raise HyperkronError(f"no column can be used as a feature: {' '.join(messages) or 'there is none.'}")
         return cls(tuple(kept)), messages

@@ -137,7 +137,7 @@ def load_images(
     if broken:
         which = "its row is" if len(broken) == 1 else "their rows are"
         notes.append(
-            f"{where}: {several(len(broken), 'image')} cannot be read, so {which} left out: {_reasons(values, broken)}."
+            f"{where}: {several(len(broken), 'image')} cannot be read, so {which} not used: {_reasons(values, broken)}."
         )
     if deep and max(deep) < _FAINT:
         notes.append(

@@ -103,7 +103,7 @@ class InputForm:
                     f"rows={rows!r:.80} is not a path that exists; give a single text as a list, [text]."
                 )
             return _open_path(rows, options, self.shape)
-        by_name = self.roles.features is not None  # a column may be called x, or y
+        kind, by_name = type(rows).__name__, self.roles.features is not None  # a column may be called x, or y
         if isinstance(rows, Mapping):
             by_name = by_name or bool({self.roles.text, self.roles.image} & set(rows))
         if isinstance(rows, Mapping) and not by_name and set(rows) & {"x", "y"} == {"x"}:
@@ -112,14 +112,14 @@ class InputForm:
             named = in_memory(rows, "rows", columns=by_name)
             if not self._positional(named):
                 return named
-            rows = np.asarray(rows)
+            rows = np.column_stack(list(named.columns.values()))
         if not hasattr(rows, "__len__") or getattr(rows, "ndim", 1) == 0:
-            raise HyperkronError(f"rows is a {type(rows).__name__}; {_FORMS}.")
+            raise HyperkronError(f"rows is a {kind}; {_FORMS}.")
         if self.kind == "text":
             return Raw("rows", "text", _texts(rows), [None] * len(rows), np.arange(len(rows)))
         found = arrays.as_array(rows, "rows: x")
         if found.dtype.kind not in "fiub":
-            raise HyperkronError(f"rows is a {type(rows).__name__} of type {found.dtype}, not of numbers; {_FORMS}.")
+            raise HyperkronError(f"rows is a {kind} of type {found.dtype}, not of numbers; {_FORMS}.")
         names = () if self.encoding is None else self.encoding.names
         if names and found.shape[1:] == (len(names),):
             encoded = {name: found[:, i] for i, name in enumerate(names)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from hyperkron.cleaning.data.labelled import Labelled, Raw, Roles
 from hyperkron.cleaning.data.limits import ReadOptions
 from hyperkron.cleaning.data.roles import frame_rows
 from hyperkron.cleaning.data.sources import Source, in_memory, locate, own_trusted, without_columns
+from hyperkron.cleaning.data.values import spelt
 from hyperkron.cleaning.data.votes import are_positions, class_name
 from hyperkron.solution import HyperkronError
 
@@ -100,7 +101,8 @@ def read(
     raw = _load(source, argument, asked, options, like.shape, part=part)
     checks.refuse_other_kind(raw, like.kind, like.shape, like.source)
     checks.refuse_other_columns(raw, names, like.source)
-    raw = checks.known_only(_with_names(raw, like.classes if like.listed else (), like.source), like.classes)
+    raw = _spelt(_with_names(raw, like.classes if like.listed else (), like.source), like.classes)
+    raw = checks.known_only(raw, like.classes)
     return checks.labelled(raw, like.classes, like.encoding, checks.surprise_notes(raw, like.encoding))
 
 
@@ -169,6 +171,7 @@ def _pair(train: Raw, trusted: Raw, options: ReadOptions) -> tuple[Labelled, Lab
         _with_names(train, trusted.classes, trusted.source),
         _with_names(trusted, train.classes, train.source),
     )
+    trusted = _spelt(trusted, list(dict.fromkeys([*train.labels, *train.answers, *train.classes])))
     if len(train.columns) != len(trusted.columns):
         raise HyperkronError(
             f"{train.source} has {len(train.columns)} columns but {trusted.source} has {len(trusted.columns)}; give "
@@ -206,6 +209,12 @@ def _with_names(raw: Raw, classes: tuple[str, ...], other: str) -> Raw:
 
     gold = None if raw.gold is None else named(raw.gold)
     return replace(raw, labels=named(raw.labels), answers=tuple(named(raw.answers)), gold=gold, classes=classes)
+
+
+def _spelt(raw: Raw, names: Collection[str | None]) -> Raw:
+    """The rows with true and false as another source writes them."""
+    labels, classes = ([spelt(name, names) for name in given] for given in (raw.labels, raw.classes))
+    return replace(raw, labels=labels, classes=tuple(classes))
 
 
 def _by_flag(raw: Raw, column: str) -> tuple[Raw, Raw]:

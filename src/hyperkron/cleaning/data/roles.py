@@ -168,7 +168,7 @@ def column_inputs(
         for name in roles.features:
             _refuse_vectors(frame, name)
         return {name: frame.columns[name] for name in roles.features}, broken, []
-    where = f"{frame.name}: image={roles.image!r}"
+    where = frame.name + ("" if frame.ids else f": image={roles.image!r}")  # a folder of images has no columns
     return load_images(cells(frame.columns[str(roles.image)]), frame.folder, where, options, shape)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -100,7 +100,10 @@ def _form_of(path: Path, part: str | None = None) -> Form:
     if suffix in _FORMS:
         return _FORMS[suffix]
     if suffix == ".npy":
-        raise HyperkronError(f"{str(path)!r} is one array without labels; save both with np.savez(path, x=..., y=...).")
+        raise HyperkronError(
+            f"{str(path)!r} is one array without labels; save both with np.savez(path, x=..., y=...), or x alone for "
+            "new rows."
+        )
     if suffix in _PICKLES:
         raise HyperkronError(
             f"{str(path)!r} may be a pickle, which can run any code when it is read, so it is not. Save the arrays "
@@ -202,15 +205,26 @@ def in_memory(source: Any, argument: str, columns: bool = False) -> Raw | Frame:
         classes = tuple(str(name) for name in source.get("classes", ()))
         return arrays.array_rows(source["x"], source["y"], argument, classes)
     spreadsheets.refuse_repeated(map(str, source), argument)
-    found = {str(name): _column(source[name]) for name in source}
+    found = {str(name): _column(source[name], f"column {str(name)!r} of {argument}") for name in source}
     lengths = {name: len(values) for name, values in found.items()}
     if len(set(lengths.values())) > 1:
         raise HyperkronError(f"the columns of {argument} have different lengths: {lengths}.")
     return Frame(argument, found)
 
 
-def _column(values: Any) -> Values:
-    if hasattr(values, "dtype") and (found := np.asarray(values)).dtype.kind in "fiuM":
+def _column(values: Any, where: str) -> Values:
+    """The cells of a column; what has no order, or is one value and not one for each row, is refused."""
+    dims = getattr(values, "ndim", 1 if hasattr(values, "__iter__") else 0)
+    if dims != 1 or isinstance(values, (str, bytes, Mapping, Set)):
+        shape = f" of shape {tuple(values.shape)}" if dims > 1 else ""
+        raise HyperkronError(
+            f"{where} is a {type(values).__name__}{shape}; give a list with one value for each row, such as [value]."
+        )
+    if (
+        hasattr(values, "dtype")
+        and not np.ma.isMaskedArray(values)
+        and (found := np.asarray(values)).dtype.kind in "fiuM"
+    ):
         if found.dtype.kind == "M":
             return found.astype("datetime64[us]").tolist()
         if found.dtype.kind != "f" or getattr(values.dtype, "kind", None) not in ("i", "u"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -181,6 +181,18 @@ def label_names(values: Values, where: str) -> list[str | None]:
     if all(name is None or _WHOLE.match(name) for name in names):
         return [None if name is None else str(int(name.split(".")[0])) for name in names]
     return names
+
+
+def spelt(name: Any, names: Collection[str | None]) -> Any:
+    """A label as ``names`` have it: true and false, which programs write as "True" or "TRUE"; any other as it is.
+
+    Example:
+        >>> spelt("TRUE", ["False", "True"]), spelt("yes", ["Yes", "No"])
+        ('True', 'yes')
+    """
+    if name in names or str(name).lower() not in ("true", "false"):
+        return name
+    return next((other for other in names if str(other).lower() == str(name).lower()), name)
 
 
 def ordered(names: Iterable[str]) -> tuple[str, ...]:
