@@ -87,7 +87,7 @@ class History:
 
     def to_json(self, path: str | Path | None = None) -> str:
         """The rows as JSON, written to ``path`` if one is given."""
-        text = json.dumps(self.to_rows())
+        text = f"[{', '.join(json.dumps(self[i]) for i in range(self._length))}]"
         if path is not None:
             Path(path).write_text(text, "utf-8")
         return text
