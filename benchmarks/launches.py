@@ -55,7 +55,12 @@ STAGES: dict[str, list[Place]] = {
         (recorder.Recorder, "_on_gradient"),
         (recorder.Recorder, "_finish"),
     ],
-    "diagonals": [(diagonals, "squared_gradients"), (hk.curvature.KFAC, "_diagonal")],
+    "diagonals": [
+        (diagonals, "example_gradients"),
+        (diagonals, "embedding_squares"),
+        (diagonals, "_squares"),
+        (hk.curvature.KFAC, "_diagonal"),
+    ],
     "damping": [(inverse._Systems, "shifts")],
     "factorisation": [(hk.curvature.KFAC, "_invert"), (inverse._Systems, "outcome")],
     "solve": [(Direct, "solve_system")],

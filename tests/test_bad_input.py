@@ -1,6 +1,6 @@
 """Bad input gets an error that names the argument, its value and the remedy: one table of them.
 
-Its rows are in ``bad_problems.py`` and ``bad_arguments.py``.
+Its rows are in ``bad_problems.py``, ``bad_arguments.py`` and ``bad_combinations.py``.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ import torch
 from torch import nn
 
 import bad_arguments
+import bad_combinations
 import bad_problems
 import hyperkron as hk
 from hyperkron import solution
 from spoiling import Given
 
-assert not bad_problems.TABLE.keys() & bad_arguments.TABLE.keys()
-TABLE = {**bad_problems.TABLE, **bad_arguments.TABLE}
+PARTS = (bad_problems.TABLE, bad_arguments.TABLE, bad_combinations.TABLE)
+TABLE = {name: row for part in PARTS for name, row in part.items()}
+assert len(TABLE) == sum(map(len, PARTS)), "two rows have one name"
 
 
 @pytest.mark.parametrize("name", list(TABLE))
