@@ -194,7 +194,8 @@ def refusals(rank: int) -> dict[str, str]:
     frozen.get_parameter("scale").requires_grad_(rank != 1)
     weights = hk.SampleWeights(EXAMPLES, init=0.5 + 0.1 * rank).double()
     no_mean = hk.training.DataParallel(hk.BilevelProblem(normalised, outer))
-    said = [refused(lambda: method.compute(no_mean, model, hyper, rows, trusted)) for _ in range(2)]
+    one = hk.training.DataParallel(hk.BilevelProblem(normalised if rank == 1 else inner, outer))
+    said = [refused(lambda p=p: method.compute(p, model, hyper, rows, trusted)) for p in (no_mean, no_mean, one, one)]
     return {
         "hyper": refused(lambda: method.compute(hk.training.DataParallel(problem), model, weights, rows, trusted)),
         "frozen": refused(compute(problem, rows, frozen)),
@@ -202,6 +203,8 @@ def refusals(rank: int) -> dict[str, str]:
         "small": refused(compute(problem, tuple(x[:3] for x in rows))),
         "normalised": said[0],
         "normalised again": said[1],
+        "found on one process": said[2],
+        "found on one process again": said[3],
         "nan": refused(compute(problem, rows, broken)),
         "pieces": refused(lambda: hk.training.Accumulated(hk.training.DataParallel(problem), 4)),
         "plain": refused(lambda: hk.fit(problem, wrapped, hyper, hk.AID(method), rows, trusted, steps=1)),

@@ -248,13 +248,13 @@ row("range to nothing", lambda g: hk.sweeps.Range(0, None), "high=None", "low < 
 row("sweep of no function", lambda g: hk.sweeps.sweep(3, {}), "function=3 is not callable", "takes a trial")
 row("sweep with a text as seed", lambda g: hk.sweeps.sweep(len, {}, seed="1"), "seed='1'", "whole number ≥ 0")
 for label, make in (
-    ("clean", lambda g, seed: hk.CleanConfig(seed=seed)),
     ("kfac", lambda g, seed: hk.kfac(seed=seed)),
     ("Examples", lambda g, seed: hk.algorithms.Examples(g.x, batch_size=2, seed=seed)),
     ("an algorithm", lambda g, seed: hk.AID(hk.kfac(), seed=seed)),
 ):
     row(
         f"seed of {label} beyond 64 bits",
-        lambda g, m=make: m(g, 2**63),
-        "seed=9223372036854775808 must be a whole number ≥ 0 and below 2**63.",
+        lambda g, m=make: m(g, 2**64),
+        "seed=18446744073709551616 must be a whole number ≥ 0 and below 2**64.",
     )
+row("seed of clean", lambda g: hk.CleanConfig(seed=2**63), "seed=9223372036854775808", "≥ 0 and below 2**63.")

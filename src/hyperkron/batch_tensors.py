@@ -64,9 +64,9 @@ def cut(batch: Any, count: int, part: slice) -> Any:
     """
 
     def texts(x: Any) -> Any:
-        if len(x) == count:
-            return x[part]
-        return x if isinstance(x[0], str) else type(x)(map(texts, x))
+        if isinstance(x, str):
+            return x
+        return x[part] if len(x) == count else type(x)(map(texts, x))
 
     return map_tensors(lambda x: x[part] if x.dim() > 0 else x, batch, texts)
 
@@ -89,7 +89,7 @@ def shapes_of(batch: Any) -> Any:
 
 def _holds_texts(batch: Any) -> bool:
     """Whether it is a list or tuple of strings, or of such lists."""
-    plain = isinstance(batch, (list, tuple)) and len(batch) > 0 and not hasattr(batch, "_fields")
+    plain = isinstance(batch, (list, tuple)) and not hasattr(batch, "_fields")
     return plain and all(isinstance(x, str) or _holds_texts(x) for x in batch)
 
 

@@ -17,11 +17,11 @@ import torch
 from hyperkron.solution import HyperkronError
 
 
-def check_whole(name: str, value: object, least: int = 1, remedy: str = "") -> None:
+def check_whole(name: str, value: object, least: int = 1, remedy: str = "", bits: int = 64) -> None:
     """Refuse anything but a whole number ≥ ``least`` of 64 bits; a bool is none. ``remedy`` is what to pass instead."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or not least <= int(value) < 2**63:
-        large = isinstance(value, Integral) and int(value) >= 2**63
-        _refuse(name, value, f"must be a whole number ≥ {least}{' and below 2**63' * large}", remedy)
+    if isinstance(value, bool) or not isinstance(value, Integral) or not least <= int(value) < 2**bits:
+        large = isinstance(value, Integral) and int(value) >= 2**bits
+        _refuse(name, value, f"must be a whole number ≥ {least}{f' and below 2**{bits}' * large}", remedy)
 
 
 def check_positive(name: str, value: object, remedy: str = "", *, finite: bool = True) -> None:

@@ -50,6 +50,51 @@ def one_by_one(query_loss: Any, queries: Batch, **given: Any) -> Tensor:
     return torch.cat([hk.attribute(plain, model, train, q, query_loss=query_loss, **given).scores for q in alone])
 
 
+class Experts(nn.Module):
+    """Layers of which each is called only where an example is sent to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(5, 3) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        sent = x[:, :3].argmax(1)
+        chosen = [(sent == i, expert) for i, expert in enumerate(self.experts)]
+        return sum(here[:, None] * expert(x) for here, expert in chosen if here.any())  # type: ignore[return-value]
+
+
+def test_halves_of_a_batch_may_call_other_layers() -> None:
+    """The first half of these rows goes to other experts than the second."""
+    _, (x, y), queries = made()
+    x = x[x[:, :3].argmax(1).argsort()]
+    model = Experts().double()
+
+    def tells_no_rows(model: nn.Module, batch: Batch) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    found, wanted = (
+        hk.attribute(loss, model, (x, y), queries, query_loss=plain, method=hk.identity()).scores
+        for loss in (tells_no_rows, plain)
+    )
+    torch.testing.assert_close(found, wanted)
+
+
+def test_picked_out_tokens_are_looked_at_in_every_batch_of_queries() -> None:
+    """32 queries of two tokens, then one of one and one of three: four tokens, as of two queries with two each."""
+    lengths = torch.tensor([2] * 32 + [1, 3])
+    model, train, _ = made(4)
+    x = torch.randn(len(lengths), 4, 5, dtype=torch.float64)
+    y = torch.randint(0, 3, (len(lengths), 4)).masked_fill(torch.arange(4) >= lengths[:, None], -100)
+
+    def picked(model: nn.Module, batch: Batch) -> hk.losses.Loss:
+        there = batch[1] >= 0
+        return hk.losses.cross_entropy(model(batch[0])[there], batch[1][there])
+
+    options = {"query_loss": picked, "method": hk.identity()}
+    found = hk.attribute(plain, model, train, (x, y), **options).scores[32:]
+    torch.testing.assert_close(found, one_by_one(picked, (x[32:], y[32:]), method=hk.identity()))
+
+
 @pytest.mark.parametrize("loss", [sorts, sorts_and_tells_no_rows, flips_within])
 @pytest.mark.parametrize("batch_size", [2, 5, 256])
 def test_another_order_in_the_loss_is_refused(loss: Any, batch_size: int) -> None:

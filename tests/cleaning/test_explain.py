@@ -113,7 +113,10 @@ def test_every_query_is_explained_also_without_a_label_or_with_a_strange_one(fol
     found = explain(folder / "run", tmp_path / "some.csv", count=1)
     assert [query.row for query in found.queries] == [0, 1, 2, 3]
     assert [query.label for query in found.queries] == [given[0], None, None, given[3]]
-    assert found.messages == ["Queries without a label that is known from training: rows 1, 2."]
+    assert found.messages == [
+        "Queries shown without a label (none is given, training lacks it, or the row has no text or feature): "
+        "rows 1, 2."
+    ]
 
 
 @pytest.mark.long

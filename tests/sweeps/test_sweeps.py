@@ -98,6 +98,26 @@ def test_trials_of_other_code_are_warned_of(tmp_path: Path) -> None:
         assert sweep(second, SPACE, trials=2, storage=file) == found
 
 
+class Found:
+    def value(self) -> float:
+        return 0.5
+
+
+_found: Found | None = None
+
+
+def test_a_value_that_an_earlier_trial_left_behind_is_no_other_code(tmp_path: Path) -> None:
+    def function(trial: Trial) -> float:
+        global _found
+        _found = _found or Found()
+        return parabola(trial) * _found.value()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", hk.HyperkronWarning)
+        for trials in (1, 2):
+            sweep(function, SPACE, trials=trials, storage=str(tmp_path / "s.db"))
+
+
 def test_a_seed_may_have_more_bits_than_those_of_numpy(tmp_path: Path) -> None:
     runs = [sweep(parabola, SPACE, trials=1, storage=str(tmp_path / f"{s}.db"), seed=s) for s in (1, 2**32 + 1)]
     assert runs[0].trials[0].settings == runs[1].trials[0].settings

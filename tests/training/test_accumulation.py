@@ -316,13 +316,13 @@ def test_batches_of_any_structure_are_cut() -> None:
 def test_texts_are_cut_with_the_tensors_beside_them() -> None:
     setting = Setting()
     x, y, index = setting.batch
-    rows, words = {f"text {n}": n for n in range(N)}, [["a"] * n for n in range(1, N + 1)]
+    rows, words = {f"text {n}": n for n in range(N)}, [["a"] * n for n in range(N)]
     texts = (list(rows), (list(rows), ["train", "en"]), words, y, index)
 
     def inner(model: Any, hyper: Any, batch: Any) -> hk.losses.Loss:
         names, (again, about), tokens, *given = batch
         assert names == list(again) and about == ["train", "en"]
-        assert [len(one) - 1 for one in tokens] == [rows[name] for name in names]
+        assert [len(one) for one in tokens] == [rows[name] for name in names]
         return setting.inner(model, hyper, (x[[rows[name] for name in names]], *given))
 
     problem = hk.BilevelProblem(inner, setting.outer)
@@ -330,6 +330,13 @@ def test_texts_are_cut_with_the_tensors_beside_them() -> None:
     wanted = method.compute(setting.problem, *given, setting.batch, setting.batch)
     found = method.fresh().compute(hk.training.Accumulated(problem, 4), *given, texts, setting.batch)
     torch.testing.assert_close(found.grads, wanted.grads, **TOLERANCE)
+
+
+def test_words_are_not_cut_and_examples_may_have_none() -> None:
+    names, x = ["a", "b", "c"], torch.arange(3)
+    first, second = split((x, (names, "cap"), ("en", names), [["a"], [], ["b", "c"]]), 2)
+    assert first[1:] == ((["a", "b"], "cap"), ("en", ["a", "b"]), [["a"], []])
+    assert second[1:] == ((["c"], "cap"), ("en", ["c"]), [["b", "c"]])
 
 
 class Tokens(nn.Module):

@@ -81,6 +81,8 @@ def test_what_cannot_be_divided_is_refused_on_every_process(texts: list[dict[str
         "small": "3 examples, too few for 4 processes",
         "normalised": "not a mean over examples",
         "normalised again": "not a mean over examples",
+        "found on one process": "not a mean over examples",
+        "found on one process again": "not a mean over examples",
         "nan": "∂θ J_out is nan|outer loss is nan|inner loss is nan",
         "pieces": "divided among 4 processes",
         "plain": r"DataParallel\(problem\)",

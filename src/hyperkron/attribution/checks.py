@@ -68,8 +68,9 @@ def check_mean(name: str, point: Point, level: Level, parts: Parts) -> None:
         return
     if is_mean:
         raise HyperkronError(
-            f"{name} has the examples of a batch in another order than they have in the data, so scores would be given "
-            "to other rows; do not sort, shuffle or flip the examples of a batch in the loss or in collate."
+            f"{name} has the examples of a batch in another order than they have in the data, or layers do not get one "
+            "row for each of them in their order, so scores would be given to other rows; do not sort, shuffle or flip "
+            "the examples of a batch in the loss, in the model or in collate, and let their dimension come first."
         )
     raise HyperkronError(
         f"{name} is {whole.value:.6g} on {count} examples and {mean:.6g} on average over two halves of them: it "
@@ -98,18 +99,23 @@ def _looked_at(point: Point, level: Level, batch: Any, count: int) -> _Looked:
     largest = max((float(term.output.detach().abs().max()) for term in loss.terms), default=1.0)
     value, counted = float(without_penalties(loss).detach()), rows(loss.terms, count)
     drew = point.drawn(anywhere=True)
-    return _Looked(value, counted, _of_examples(point, level, batch, loss, count), drew, near, rounding * largest)
+    examples = [] if level == "outer" else _of_examples(point, level, batch, loss, count)
+    return _Looked(value, counted, examples, drew, near, rounding * largest)
 
 
 def _of_examples(point: Point, level: Level, batch: Any, loss: Loss, count: int) -> list[Tensor]:
     """Numbers of every example: its losses or, if the loss does not tell them, the sizes of gradients at layers."""
     if not loss.opaque and all(len(term.row_losses) == count for term in loss.terms):
         return [term.row_losses.detach().reshape(count, -1).sum(1) for term in loss.terms]
+    layers = LayerProducts(
+        point, level, compared=loss.opaque or not loss.terms
+    )  # else weights of examples tell nothing
     try:
-        calls = LayerProducts(point, level).calls(batch, count)
+        calls = layers.calls(batch, count)
     except UnsuitableError:
         return []
-    return [call.g.reshape(count, -1).norm(dim=1) * rows(loss.terms, count)[0] for call in calls]
+    sizes = torch.stack([call.g.reshape(count, -1).norm(dim=1) for call in calls])
+    return [sizes.sum(0) * rows(loss.terms, count)[0]]  # in halves other layers may be called, as of experts
 
 
 def _in_order(whole: _Looked, halves: list[_Looked]) -> bool:

@@ -70,11 +70,12 @@ class LayerProducts(Products):
     name = "layers"
     by_blocks = False
 
-    def __init__(self, point: Point, level: Level = "inner", alike: bool = False) -> None:
-        """With ``alike`` a loss in which rows do not count alike, for some are masked or weighted, is refused."""
+    def __init__(self, point: Point, level: Level = "inner", alike: bool = False, compared: bool = False) -> None:
+        """With ``alike`` a loss in which rows do not count alike, for some are masked or weighted, is refused. With
+        ``compared`` gradients are taken to be autograd's."""
         super().__init__(point)
         self.level, self.alike, self.plan = level, alike, plan(point.model, "diagonal")
-        self._compared: set[str] = set()  # the parameters whose gradients were found to be autograd's
+        self._compared = set(point.params) if compared else set()  # whose gradients were found to be autograd's
         self.positions: dict[str, float] = {}
         self._vectors = QueryVectors({}, {})
 
@@ -106,7 +107,10 @@ class LayerProducts(Products):
         """Every call of a layer with parameters ``used`` (default: all) that the loss depends on."""
         used = set(self.point.params) if used is None else used
         if used <= self._compared:
-            return self._reached(batch, count, used)[0]
+            calls, loss = self._reached(batch, count, used)
+            if not self.alike or all(len(term.row_losses) == count for term in loss.terms):
+                return calls  # else rows may be other numbers of each example in every batch
+            del calls, loss
         with full_precision():
             calls, loss = self._reached(batch, count, used, retain_graph=True)
             weights, params = telling(count, loss), {n: p for n, p in self.point.params.items() if n in used}

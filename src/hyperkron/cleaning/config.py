@@ -67,7 +67,7 @@ class CleanConfig:
         for name, low in (("epochs", 1), ("layers", 0), ("seed", 0)):
             value = getattr(self, name)
             if value is not None or name != "epochs":
-                check_whole(name, value, low)
+                check_whole(name, value, low, bits=63)  # seeds are added to
                 object.__setattr__(self, name, int(value))  # plain values, as a run records them
         if self.budget is not None:
             check_positive("budget", self.budget, "give seconds, or None for no limit", finite=False)

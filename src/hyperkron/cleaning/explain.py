@@ -147,7 +147,10 @@ def _read(
         messages.append(f"The queries are explained without their labels, which could not be read: {problem}")
     asked = rows.rows.tolist()
     if known and (without := [row for row in asked if row not in known]):
-        messages.append(f"Queries without a label that is known from training: rows {listing(without)}.")
+        messages.append(
+            "Queries shown without a label (none is given, training lacks it, or the row has no text or feature): "
+            f"rows {listing(without)}."
+        )
     return rows, [known.get(row) for row in asked], messages
 
 

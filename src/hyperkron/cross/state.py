@@ -72,8 +72,8 @@ class CrossState:
             warn_once(
                 "cross-changes",
                 "the way to compute the cross term is chosen again in every call, which costs several passes, because "
-                "the inner loss, or a true or false attribute or a hook of model or hyper, changes every time (does "
-                "forward set an attribute?); keep these the same, or use cross='reverse'.",
+                "the inner loss, the module hyper, or a true or false attribute or a hook of model or hyper, is "
+                "another one every time (does forward set an attribute?); keep these the same, or use cross='reverse'.",
             )
 
     def decided(self, inner: Hashable) -> bool:

@@ -85,14 +85,16 @@ class TrialQueue:
             study.set_user_attr("asked", asked)
         if code is not None and (begun := study.user_attrs.get("code")) is None:
             study.set_user_attr("code", code)
-        elif code is not None and begun[BYTECODE] == code[BYTECODE] and begun != code and study.trials:
-            other = ", ".join(sorted(path for path in {*begun, *code} if begun.get(path) != code.get(path)))
-            warnings.warn(
-                f"study={self._name!r} was begun with other code ({other}), and its {len(study.trials)} trials count "
-                "here; if they should not, give another study name or storage.",
-                HyperkronWarning,
-                stacklevel=4,
-            )
+        elif code is not None and begun[BYTECODE] == code[BYTECODE]:
+            # What only one of them has may be code of a value that an earlier trial left behind, such as a cache.
+            other = ", ".join(sorted(path for path in begun.keys() & code.keys() if begun[path] != code[path]))
+            if other and study.trials:
+                warnings.warn(
+                    f"study={self._name!r} was begun with other code ({other}), and its {len(study.trials)} trials "
+                    "count here; if they should not, give another study name or storage.",
+                    HyperkronWarning,
+                    stacklevel=4,
+                )
         return study
 
     def take(self, trials: int, seed: int) -> Any:

@@ -15,7 +15,7 @@ from hyperkron.sweeps.queue import TrialQueue
 from hyperkron.sweeps.result import SweepResult, result_of
 from hyperkron.sweeps.space import Space
 from hyperkron.training import Evaluate, Run
-from hyperkron.training.program import BYTECODE, Program
+from hyperkron.training.program import Program
 from hyperkron.validation import check_callable, check_one_of, check_whole
 
 DIVERGENCE = (HyperkronError, ArithmeticError, torch.OutOfMemoryError, torch.linalg.LinAlgError)
@@ -127,9 +127,7 @@ def sweep(
     ):
         check_whole(name, value, least)
     check_callable("function", function, "pass a function that takes a trial and returns a number")
-    lines = Program({"function": function}, []).lines()
-    code = {path: line for path, line in lines.items() if path == BYTECODE or ", code " in line}
-    queue = TrialQueue(storage, study, space, maximize, retries, heartbeat, code)
+    queue = TrialQueue(storage, study, space, maximize, retries, heartbeat, Program({"function": function}, []).code())
     with tqdm(total=trials, disable=not progress, unit="trial", dynamic_ncols=True) as bar:
         while True:
             ended = sum(map(queue.ended, chains := queue.chains()))

@@ -191,8 +191,16 @@ class _Divided:
                 "a batch, so results depend on the number of processes; use eval() for it, GroupNorm or LayerNorm.",
             )
         elif self.group.all(length(part) > 1):
-            with gathering(model, self.group):
-                check_is_mean(self.level, self.function, model, hyper, part, set())
+            refusal: HyperkronError | None = None
+            try:
+                with gathering(model, self.group):
+                    check_is_mean(self.level, self.function, model, hyper, part, set())
+            except HyperkronError as error:
+                refusal = error
+            if not self.group.all(refusal is None):  # on all processes, for the others would wait
+                raise refusal or HyperkronError(
+                    f"{self.level} is not a mean over examples, which another process found on its part of the batch."
+                )
         self.checked.add(self.level)  # now, so that what is refused is refused again
 
 

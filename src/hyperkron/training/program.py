@@ -73,6 +73,11 @@ class Program:
         """The lines as they were when the run was made."""
         return _read(self._begin)
 
+    def code(self) -> dict[str, str]:
+        """The lines of code alone, and the interpreter; no tensor is read for them."""
+        found = {path: line for path, line in self._begin.items() if isinstance(line, str)}
+        return {path: line for path, line in found.items() if path == BYTECODE or _CODE.search(line)}
+
     def lines(self) -> dict[str, str]:
         """The lines as they were when the run was made; those that are others by now are ``MOVING``."""
         begin, now = self.begin(), _read(self._describe())

@@ -89,3 +89,5 @@ def test_columns_of_any_names_are_taken_by_their_places_where_training_rows_had_
         assert form.read(rows).inputs.tolist() == [[3.0, 1.0], [4.0, 0.0]]
     with pytest.raises(HyperkronError, match=r"rows is a DataFrame of type .*, not of numbers"):
         form.read(pandas.DataFrame({"u": [3.0], "v": ["p"]}))
+    with pytest.raises(HyperkronError, match="rows has a column 'label', but the training rows had no names"):
+        form.read({"label": [0, 1], **columns})  # else the label would be the first feature

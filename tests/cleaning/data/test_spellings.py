@@ -73,6 +73,12 @@ def test_true_and_false_are_those_of_the_training_rows_however_another_source_wr
     assert [train.classes[k] for k in test.labels] == [names["false"], names["true"]]
 
 
+def test_true_in_a_third_spelling_is_refused_where_training_rows_have_two() -> None:
+    train = {"text": ["a", "b", "c"], "label": ["true", "True", "false"]}
+    with pytest.raises(HyperkronError, match="use one spelling in both"):
+        read_pair(train, {"text": ["d", "e"], "label": ["TRUE", "false"]}, text="text")
+
+
 def test_numbers_that_differ_are_different_labels() -> None:
     long = "900719925474099300"  # of more digits than a float has
     train = {"text": ["a", "b", "c"], "label": ["1", long, "x"]}

@@ -50,6 +50,8 @@ def test_a_column_must_be_a_list_of_values(value: Any) -> None:
         InputForm.of(train).read({"a": [1.0, 2.0], "t": value})
     with pytest.raises(HyperkronError, match=r"column 't' of source is a .*; give a list with one value for each row"):
         read({"a": [1.0, 2.0], "t": value, "label": [0, 1]})
+    kept = {"p": 0, "q": 1}
+    assert read({"t": kept.keys(), "label": kept.values()}).labels.tolist() == [0, 1], "these have an order"
 
 
 class Items(torch.utils.data.Dataset[Any]):

@@ -16,7 +16,7 @@ from hyperkron.cleaning.data.image_folders import other_files
 from hyperkron.cleaning.data.images import SUFFIXES
 from hyperkron.cleaning.data.labelled import Frame, Kind, Labelled, Raw, Roles, pick
 from hyperkron.cleaning.data.limits import ReadOptions
-from hyperkron.cleaning.data.roles import column_inputs, infer_input
+from hyperkron.cleaning.data.roles import LABELS, column_inputs, infer_input
 from hyperkron.cleaning.data.sources import in_memory, locate, split_source
 from hyperkron.cleaning.data.values import Array, Columns, cells, gaps, ids_of
 from hyperkron.solution import HyperkronError
@@ -112,6 +112,13 @@ class InputForm:
             named = in_memory(rows, "rows", columns=by_name)
             if not self._positional(named):
                 return named
+            label = next((name for name in LABELS if name in named.columns), None)
+            features = 0 if self.encoding is None else len(self.encoding.column_names)
+            if label is not None and len(named.columns) > features:
+                raise HyperkronError(
+                    f"rows has a column {label!r}, but the training rows had no names, so columns are taken by their "
+                    "places; leave out what is no feature."
+                )
             rows = np.column_stack(list(named.columns.values()))
         if not hasattr(rows, "__len__") or getattr(rows, "ndim", 1) == 0:
             raise HyperkronError(f"rows is a {kind}; {_FORMS}.")

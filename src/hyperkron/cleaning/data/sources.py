@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -215,7 +215,7 @@ def in_memory(source: Any, argument: str, columns: bool = False) -> Raw | Frame:
 def _column(values: Any, where: str) -> Values:
     """The cells of a column; what has no order, or is one value and not one for each row, is refused."""
     dims = getattr(values, "ndim", 1 if hasattr(values, "__iter__") else 0)
-    if dims != 1 or isinstance(values, (str, bytes, Mapping, Set)):
+    if dims != 1 or isinstance(values, (str, bytes, Mapping, set, frozenset)):
         shape = f" of shape {tuple(values.shape)}" if dims > 1 else ""
         raise HyperkronError(
             f"{where} is a {type(values).__name__}{shape}; give a list with one value for each row, such as [value]."

@@ -192,7 +192,8 @@ def spelt(name: Any, names: Collection[str | None]) -> Any:
     """
     if name in names or str(name).lower() not in ("true", "false"):
         return name
-    return next((other for other in names if str(other).lower() == str(name).lower()), name)
+    found = {other for other in names if str(other).lower() == str(name).lower()}
+    return found.pop() if len(found) == 1 else name
 
 
 def ordered(names: Iterable[str]) -> tuple[str, ...]:

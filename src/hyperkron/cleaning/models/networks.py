@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -50,7 +50,7 @@ def mlp(features: int, classes: int, hidden: int | Sequence[int] = 128) -> nn.Se
         >>> mlp(4, 3, hidden=(16, 8))(torch.ones(2, 4)).shape
         torch.Size([2, 3])
     """
-    sizes = tuple(hidden) if isinstance(hidden, Sequence) else (hidden,)
+    sizes = tuple(hidden) if isinstance(hidden, Iterable) else (hidden,)
     _check(features=features, classes=classes, **{f"hidden[{i}]": size for i, size in enumerate(sizes)})
     if not sizes:
         return linear(features, classes)
