@@ -27,11 +27,11 @@ from experiments import records
 from experiments.attribution import settings
 from experiments.pieces import Lines
 from experiments.which_method import compare
-from experiments.which_method.compare import STEPS, Map, Piece, started
+from experiments.which_method.compare import STEPS, Map, Piece
 from experiments.which_method.damping_rules import At, Curved, Eigenvalues, Ruled, Trials, by_layer, cosine, solved
-from experiments.which_method.diagnosed import DAMPING, LOOKS
+from experiments.which_method.diagnosed import DAMPING, looks
 from experiments.which_method.methods import INNER, Method
-from experiments.which_method.problems import PROBLEMS, RATE, Task, digits, penalty
+from experiments.which_method.problems import PROBLEMS, Task, digits, penalty
 from hyperkron.curvature import EKFAC, KFAC
 
 RESULT = records.RESULTS / "which_method_damping.jsonl"
@@ -78,24 +78,8 @@ def points(case: Case, seed: int, data: Path | None) -> Iterator[tuple[int, At, 
     if case.problem == MLP:
         yield 0, *mlp(seed)
         return
-    task = task_of(case, seed, data)
-    model, hyper, inner, outer = started(task, seed)
-    made = hk.fit(
-        task.problem,
-        model,
-        hyper,
-        hk.AID(hk.identity(), INNER),
-        inner,
-        outer,
-        steps=0,
-        inner_optimizer=torch.optim.SGD(model.parameters(), RATE),
-        outer_optimizer=torch.optim.Adam(hyper.parameters(), lr=0.03),
-        projection=task.projection,
-        seed=None,
-    )
-    for look in LOOKS:
-        made.advance(look - made.state.step)
-        yield look, (task.problem, model, hyper, inner, outer), DAMPING
+    for look, at in looks(task_of(case, seed, data), seed):
+        yield look, at, DAMPING
 
 
 def mlp(seed: int) -> tuple[At, float]:

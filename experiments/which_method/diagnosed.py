@@ -25,7 +25,7 @@ from experiments.pieces import Lines
 from experiments.which_method.compare import START, started
 from experiments.which_method.methods import INNER
 from experiments.which_method.page import TAKE
-from experiments.which_method.problems import PROBLEMS, RATE, digits
+from experiments.which_method.problems import PROBLEMS, RATE, Task, digits
 from hyperkron.attribution import training_damping
 
 RESULT = records.RESULTS / "which_method_diagnosed.jsonl"
@@ -37,13 +37,8 @@ LOOKS = (0, 30)
 DAMPING = training_damping([RATE] * START)
 
 
-def diagnoses(
-    problem: str, seed: int, data: Path | None = None, damping: float = DAMPING
-) -> Iterator[hk.hypergradient.Diagnosis]:
-    """What is said of a problem, at each of ``LOOKS``."""
-    parts = digits(seed, data)
-    torch.manual_seed(seed)
-    task = PROBLEMS[problem](parts)
+def looks(task: Task, seed: int) -> Iterator[tuple[int, tuple[Any, ...]]]:
+    """At each of ``LOOKS``: the steps of λ, and problem, model, hyper, inner and outer batch after them."""
     model, hyper, inner, outer = started(task, seed)
     made = hk.fit(
         task.problem,
@@ -60,7 +55,18 @@ def diagnoses(
     )
     for look in LOOKS:
         made.advance(look - made.state.step)
-        yield hk.diagnose(task.problem, model, hyper, inner, outer, damping=damping)
+        yield look, (task.problem, model, hyper, inner, outer)
+
+
+def diagnoses(
+    problem: str, seed: int, data: Path | None = None, damping: float = DAMPING
+) -> Iterator[hk.hypergradient.Diagnosis]:
+    """What is said of a problem, at each of ``LOOKS``."""
+    parts = digits(seed, data)
+    torch.manual_seed(seed)
+    task = PROBLEMS[problem](parts)
+    for _, given in looks(task, seed):
+        yield hk.diagnose(*given, damping=damping)
 
 
 def rows_of(problem: str, seed: int, data: Path | None = None) -> Iterator[dict[str, Any]]:

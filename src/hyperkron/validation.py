@@ -18,7 +18,7 @@ from hyperkron.solution import HyperkronError
 
 
 def check_whole(name: str, value: object, least: int = 1, remedy: str = "", bits: int = 64) -> None:
-    """Refuse anything but a whole number ≥ ``least`` of 64 bits; a bool is none. ``remedy`` is what to pass instead."""
+    """Refuse anything but a whole number ≥ ``least``, below 2**bits; a bool is none. ``remedy``: what to pass then."""
     if isinstance(value, bool) or not isinstance(value, Integral) or not least <= int(value) < 2**bits:
         large = isinstance(value, Integral) and int(value) >= 2**bits
         _refuse(name, value, f"must be a whole number ≥ {least}{f' and below 2**{bits}' * large}", remedy)

@@ -11,7 +11,7 @@ import torch
 import hyperkron as hk
 from experiments import records
 from experiments.pieces import Lines
-from experiments.which_method import compare, damping, damping_page
+from experiments.which_method import compare, damping, damping_page, diagnosed
 from experiments.which_method.damping_rules import At, Eigenvalues, Ruled, Trials, by_layer, cosine, solved
 from hyperkron.curvature import GGN, KFAC, Point
 from hyperkron.trees import Tree
@@ -135,7 +135,8 @@ def test_problems_without_their_penalty(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_what_is_recorded_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare, "START", 2)
-    small = {"GRID": (1e-2,), "MEANS": (1.0,), "LARGEST": (0.1,), "STEPS": 2, "LOOKS": (0,), "SEEDS": (1,)}
+    monkeypatch.setattr(diagnosed, "LOOKS", (0,))
+    small = {"GRID": (1e-2,), "MEANS": (1.0,), "LARGEST": (0.1,), "STEPS": 2, "SEEDS": (1,)}
     for name, value in (small | {"RULES": {"0.1 · mean": damping.by_mean}}).items():
         monkeypatch.setattr(damping, name, value)
     for _ in range(2):

@@ -98,6 +98,12 @@ def test_trials_of_other_code_are_warned_of(tmp_path: Path) -> None:
         assert sweep(second, SPACE, trials=2, storage=file) == found
 
 
+def test_no_tensor_is_read_to_compare_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = torch.ones(3)
+    monkeypatch.setattr("hyperkron.training.program._read", lambda lines: pytest.fail("it was read"))
+    sweep(lambda trial: float(data.sum()), SPACE, trials=1, storage=str(tmp_path / "s.db"))
+
+
 class Found:
     def value(self) -> float:
         return 0.5

@@ -107,11 +107,9 @@ def _of_examples(point: Point, level: Level, batch: Any, loss: Loss, count: int)
     """Numbers of every example: its losses or, if the loss does not tell them, the sizes of gradients at layers."""
     if not loss.opaque and all(len(term.row_losses) == count for term in loss.terms):
         return [term.row_losses.detach().reshape(count, -1).sum(1) for term in loss.terms]
-    layers = LayerProducts(
-        point, level, compared=loss.opaque or not loss.terms
-    )  # else weights of examples tell nothing
+    untold = loss.opaque or not loss.terms  # then weights of examples tell nothing, and are not compared
     try:
-        calls = layers.calls(batch, count)
+        calls = LayerProducts(point, level, compared=untold).calls(batch, count)
     except UnsuitableError:
         return []
     sizes = torch.stack([call.g.reshape(count, -1).norm(dim=1) for call in calls])

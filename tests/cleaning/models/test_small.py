@@ -6,6 +6,7 @@ import math
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -36,8 +37,8 @@ def test_small_cnn_has_a_head_that_fits_at_every_size(size: int) -> None:
 
 @pytest.mark.parametrize(
     "model",
-    [linear(5, 3), mlp(5, 3), mlp(5, 3, (4, 4)), small_cnn(3, 32, 10, width=4)],
-    ids=["linear", "mlp", "mlp2", "cnn"],
+    [linear(5, 3), mlp(5, 3), mlp(5, 3, (4, 4)), mlp(5, 3, np.array([4, 4])), small_cnn(3, 32, 10, width=4)],
+    ids=["linear", "mlp", "mlp2", "mlp of an array", "cnn"],
 )
 def test_kronecker_blocks_cover_everything(model: nn.Module) -> None:
     coverage = KFAC().coverage(model)
